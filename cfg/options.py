@@ -1,0 +1,250 @@
+"""The options of a captured fit: read, validated, compared with what else the user asked for.
+
+Everything here is a pure function of its arguments and of `capture.yaml`, so a bad request dies before torch is even
+imported. Errors follow one form: the value, the key, what is allowed, and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_SPEC = yaml.safe_load(Path(__file__).with_name("capture.yaml").read_text(encoding="utf-8"))
+_KEYS, _OPTIONS = _SPEC["keys"], _SPEC["options"]
+
+COMMAND_LINE_KEYS = tuple(_KEYS)
+PYTHON_KEY = "capture_options"
+REPORT_NAME = "capture.json"
+
+_WORDS = {"true": True, "false": False}  # what a shell or a quoted yaml value hands over instead of a bool
+_MODES = frozenset({"val", "predict", "export", "track", "benchmark"})  # upstream's modes that train nothing
+
+
+class CaptureOptionError(ValueError):
+    """A request that cannot be honoured: an unknown value, a misspelt key, or two keys that contradict each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureOptions:
+    """What the user asked of one fit. Immutable and always valid.
+
+    Attributes:
+        capture_network: True, False or "verify". The words "true", "false" and "verify" are accepted in any case, as
+            on a command line; numbers and None are not.
+        record_at_step: Index of the first training batch of a fit that may be recorded.
+        max_recordings: Most recordings one fit may make.
+        self_check: Whether a recording is proven against an eager step before it counts.
+
+    Raises:
+        CaptureOptionError: If a value is not allowed.
+    """
+
+    capture_network: bool | str = _KEYS["capture_network"]["default"]
+    record_at_step: int = _OPTIONS["record_at_step"]["default"]
+    max_recordings: int = _OPTIONS["max_recordings"]["default"]
+    self_check: bool = _OPTIONS["self_check"]["default"]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capture_network", _checked_choice("capture_network", self.capture_network))
+        for name in ("record_at_step", "max_recordings"):
+            value, minimum = getattr(self, name), _OPTIONS[name]["minimum"]
+            if type(value) is not int or value < minimum:  # bool is an int for isinstance
+                raise CaptureOptionError(f"{name}={value!r} is not allowed: give an integer of {minimum} or more.")
+        if type(self.self_check) is not bool:
+            raise CaptureOptionError(f"self_check={self.self_check!r} is not allowed: give True or False.")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the fit may record and replay."""
+        return self.capture_network is not False
+
+    @property
+    def verify(self) -> bool:
+        """Whether every replayed step is checked against an eager one."""
+        return self.capture_network == "verify"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain data, as `capture.json` keeps them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CaptureOptions:
+        """Build options from plain data.
+
+        Raises:
+            CaptureOptionError: If `data` is no mapping, holds an unknown name, or a value that is not allowed.
+        """
+        if not isinstance(data, Mapping):
+            raise CaptureOptionError(f"{PYTHON_KEY}={data!r} is not allowed: give a CaptureOptions or a dict.")
+        names = [field.name for field in fields(cls)]
+        for name in data:
+            if name not in names:
+                raise CaptureOptionError(f"'{name}' is not an option of the capture: known are {', '.join(names)}.")
+        return cls(**data)
+
+
+def split_options(
+    mapping: Mapping[str, Any], known: Collection[str] = (), *, python: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split arguments into ours and the rest, without touching `mapping`.
+
+    Args:
+        mapping: Arguments by name, from a command line, a yaml file or keyword arguments.
+        known: Names that belong to somebody else and are never taken for a misspelling of ours.
+        python: Whether `mapping` comes from Python, where `capture_options` is allowed as well.
+
+    Returns:
+        Our arguments, unvalidated, and all others in their order.
+
+    Raises:
+        CaptureOptionError: If a name is a near miss of one of ours, or one that only Python can give.
+    """
+    ours = {k: v for k, v in mapping.items() if k in _KEYS or k == PYTHON_KEY}
+    rest = {k: v for k, v in mapping.items() if k not in ours}
+    if PYTHON_KEY in ours and not python:
+        raise CaptureOptionError(
+            f"'{PYTHON_KEY}' exists in Python only: train({PYTHON_KEY}=CaptureOptions(...)). "
+            "Here, write capture_network=True."
+        )
+    for name in rest:
+        if isinstance(name, str) and name not in known:
+            refuse_near_miss(name)
+    return ours, rest
+
+
+def refuse_near_miss(name: str) -> None:
+    """Raise CaptureOptionError if `name` looks like a misspelling of one of our keys, or is a Python-level option."""
+    if name in _OPTIONS:
+        raise CaptureOptionError(
+            f"'{name}' is an option of the capture, not a key of its own. "
+            f"In Python, write train({PYTHON_KEY}=CaptureOptions(capture_network=True, {name}=...))."
+        )
+    spelt = name.lower().replace("-", "_").strip("_")
+    close = get_close_matches(spelt, [*_KEYS, PYTHON_KEY], n=1, cutoff=0.75)
+    if close or spelt.startswith("capture"):
+        raise CaptureOptionError(
+            f"'{name}' is not a valid argument. Did you mean {(close or COMMAND_LINE_KEYS)[0]}=...?"
+        )
+
+
+def merge_options(ours: Mapping[str, Any], ambient: CaptureOptions | None = None) -> CaptureOptions | None:
+    """Validate what `split_options` took out and lay it over `ambient`.
+
+    A `capture_options` value replaces `ambient`; a command-line key then replaces that one field.
+
+    Returns:
+        The options, or None if nobody gave any: a resumed fit then asks `remembered_options`, which a False would hide.
+
+    Raises:
+        CaptureOptionError: If a value is not allowed.
+    """
+    options = ambient
+    if PYTHON_KEY in ours:
+        given = ours[PYTHON_KEY]
+        options = given if isinstance(given, CaptureOptions) else CaptureOptions.from_dict(given)
+    given = {k: v for k, v in ours.items() if k in _KEYS}
+    return replace(options or CaptureOptions(), **given) if given else options
+
+
+def check_contradictions(options: CaptureOptions | None, args: Mapping[str, Any], mode: str = "train") -> None:
+    """Refuse requests that cannot both be met. `options` is None when the user gave none, and then all is well.
+
+    Args:
+        options: The options the user gave.
+        args: Upstream's arguments beside them.
+        mode: Upstream's mode, or the name of a command.
+
+    Raises:
+        CaptureOptionError: If options were given outside training, or `compile` is on together with the capture.
+    """
+    if options is None:
+        return
+    value = options.capture_network
+    if mode != "train":
+        kind = "mode" if mode in _MODES else "command"
+        raise CaptureOptionError(
+            f"capture_network={value} has no meaning for {kind} '{mode}': only training records a network. "
+            "Leave capture_network out, or use mode 'train'."
+        )
+    if options.enabled and (compiled := args.get("compile")):
+        raise CaptureOptionError(
+            f"capture_network={value} and compile={compiled} contradict each other: the capture replays the network as "
+            "eager mode runs it, bit for bit, and torch.compile computes another one. "
+            "Set compile=False to capture, or capture_network=False to compile."
+        )
+
+
+def min_torch(precision: str) -> str:
+    """Return the oldest torch version whose replay is used for 'fp32', 'fp16' or 'bf16'.
+
+    Raises:
+        ValueError: If the precision is another.
+    """
+    try:
+        return _SPEC["precision"][precision]
+    except KeyError:
+        raise ValueError(f"precision {precision!r} is unknown: known are {', '.join(_SPEC['precision'])}.") from None
+
+
+def precision_blocker(precision: str, torch_version: str) -> str | None:
+    """Return why `torch_version` (as in `torch.__version__`) cannot replay `precision`, or None if it can.
+
+    Raises:
+        ValueError: If the precision or the form of the version is unknown.
+    """
+    oldest = min_torch(precision)
+    if _release(torch_version) >= _release(oldest):
+        return None
+    return f"{precision} replay needs torch {oldest} or newer, this is {torch_version}"
+
+
+def remembered_options(run_dir: str | Path) -> CaptureOptions | None:
+    """Return the options that `capture.json` of an earlier fit remembers, or None if there is no such file.
+
+    Raises:
+        CaptureOptionError: If the file is there and cannot be used.
+    """
+    path = Path(run_dir) / REPORT_NAME
+    try:
+        return CaptureOptions.from_dict(json.loads(path.read_text(encoding="utf-8"))["options"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as e:  # a CaptureOptionError is a ValueError
+        raise CaptureOptionError(
+            f"{path} cannot be read ({type(e).__name__}: {e}), so the options of the earlier fit are unknown. "
+            "Give capture_network=True or capture_network=False, or delete the file to resume eagerly."
+        ) from e
+
+
+def describe_options() -> str:
+    """Return the keys and options with default, allowed values and help, as `yolo cfg` prints them."""
+    lines = ["# detgraph"]
+    for name, spec in _KEYS.items():
+        lines.append(f"{name}: {spec['default']} # {spec['help']} ({', '.join(map(str, spec['allowed']))})")
+    lines.append(f"# Python only, in train({PYTHON_KEY}=...)")
+    lines += [f"#   {name}: {spec['default']} # {spec['help']}" for name, spec in _OPTIONS.items()]
+    return "\n".join(lines)
+
+
+def _checked_choice(name: str, value: Any) -> bool | str:
+    """Return `value` as one of the allowed values of key `name`."""
+    allowed = _KEYS[name]["allowed"]
+    found = _WORDS.get(value.lower(), value.lower()) if isinstance(value, str) else value
+    for choice in allowed:
+        if type(found) is type(choice) and found == choice:  # True == 1, but 1 is no answer to this question
+            return choice
+    raise CaptureOptionError(f"{name}={value} is not allowed: write {' or '.join(f'{name}={c}' for c in allowed)}.")
+
+
+def _release(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise ValueError(f"version {version!r} does not start with two numbers")
+    return int(match[1]), int(match[2])

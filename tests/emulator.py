@@ -1,0 +1,86 @@
+"""A recorder for machines without CUDA, used by tests only.
+
+It records the operations that a pass dispatches, below autograd and autocast, and replays them on the very tensors
+they used: so it keeps every aliasing rule of a CUDA graph. Addresses are baked in, with Python attributes, modes,
+scalars and ``requires_grad``; hooks of modules do not run again; outputs and gradients are overwritten by the next
+replay; recording runs the network for real and so moves buffers and generators. What would wait for the device
+(reading a value on the host) cannot be recorded. It models no streams, memory pools or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::unique_dim"}
+
+
+class EmulatedTape(TorchDispatchMode):
+    """The operations of one pass; ``replay`` runs them again on the same tensors, results written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+        self.released = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in HOST_READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing (emulated): {func._schema.name}")
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [leaf.untyped_storage().data_ptr() not in inputs for leaf in leaves]
+        mutates = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if any(fresh) or mutates:  # a pure view needs no replay: its tensor still looks at the same memory
+            self.calls.append((func, args, kwargs, leaves, fresh))
+        return result
+
+    def replay(self) -> None:
+        assert not self.released, "replay after release"
+        below = torch._C._AutoDispatchBelowAutograd()
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                for func, args, kwargs, leaves, fresh in self.calls:
+                    result = func(*args, **kwargs)
+                    again = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                    for old, new, is_fresh in zip(leaves, again, fresh, strict=True):
+                        if is_fresh:
+                            old.copy_(new)
+        finally:
+            del below
+
+    def release(self) -> None:
+        self.calls = []
+        self.released = True
+
+
+class EmulatingRecorder:
+    """Stands in for the CUDA recorder; ``recorded`` counts captures, ``fail_with`` makes the next one raise."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.fail_with: BaseException | None = None
+
+    def session(self):
+        return nullcontext()
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, EmulatedTape]:
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+        tape = EmulatedTape()
+        with tape:
+            result = run()
+        self.recorded += 1
+        return result, tape
+
+    def settle(self) -> None:
+        """Nothing to wait for."""

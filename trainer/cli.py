@@ -1,0 +1,199 @@
+"""The `yolo` script: upstream's command line, our keys, and a few commands of ours.
+
+Our keys are taken out before upstream looks, so upstream sees a command line of its own. What was asked for travels to
+the patched `Model.train` as an ambient value, and to nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from detgraph.cfg import (
+    COMMAND_LINE_KEYS,
+    CaptureOptionError,
+    CaptureOptions,
+    check_contradictions,
+    describe_options,
+    merge_options,
+    split_options,
+)
+
+# Our commands, by first word -> "module:function", imported when called. A function takes the words after it and may
+# return an exit status.
+COMMANDS = {
+    "cfg": "detgraph.trainer.cli:show_cfg",
+    "patches": "detgraph.trainer.cli:show_patches",
+}
+
+# Words at which upstream stops reading arguments and does something else; it accepts dashes, singulars and initials.
+_UPSTREAM_COMMANDS = ("checks", "version", "settings", "cfg", "login", "logout", "copy-cfg", "solutions", "help")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one `yolo` command line.
+
+    Args:
+        argv: The words after the program's name, or None for those of `sys.argv`.
+
+    Raises:
+        SystemExit: With status 2 and one message on stderr, if the request cannot be honoured; before any work, for all
+            that the command line itself shows. With a command's own status, if that is not 0.
+    """
+    from detgraph.patches import PatchDriftError
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words and words[0] in COMMANDS:
+            status = _imported(COMMANDS[words[0]])(words[1:])
+            if status:
+                raise SystemExit(status)
+            return
+        with ExitStack() as stack:
+            options, words, trains = read_command_line(words, stack)
+            if trains:
+                _apply_patches(options)
+            _run_upstream(words, options)
+    except (CaptureOptionError, PatchDriftError) as e:
+        print(f"yolo: error: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOptions | None, list[str], bool]:
+    """Take our keys out of a command line, in every spelling that upstream accepts for its own.
+
+    Args:
+        words: The words after the program's name.
+        stack: Keeps the cleaned copies of `cfg=` files for as long as upstream may read them.
+
+    Returns:
+        The options or None if there was no word of them; the words for upstream, untouched if there was nothing to
+        take out; and whether the command trains.
+
+    Raises:
+        CaptureOptionError: For a misspelt or incomplete key, a value that is not allowed, or a contradiction.
+    """
+    from ultralytics.cfg import DEFAULT_CFG, DEFAULT_CFG_DICT, MODES, TASKS, merge_equals_args, smart_value
+
+    from detgraph.patches import route_train
+
+    try:
+        merged = merge_equals_args(words)
+    except (SyntaxError, IndexError):  # upstream will say what is wrong with its brackets
+        return None, words, False
+
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}  # upstream's arguments as upstream will read them, to find contradictions
+    rest: list[str] = []
+    command, known = None, route_train.known_keys()
+    for word in merged:
+        text = word[2:] if word.startswith("--") else word
+        text = text[:-1] if text.endswith(",") else text
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if key in COMMAND_LINE_KEYS:
+            if not value:
+                raise CaptureOptionError(f"'{key}' has no value: write {key}=True.")
+            ours[key] = smart_value(value)
+            continue
+        rest.append(word)
+        if command:  # the words after a command are the command's
+            continue
+        if equals:
+            split_options({key: value}, known, python=False)
+            value = smart_value(value)
+            if key == "cfg" and value is not None:
+                path, yaml_ours, yaml_theirs = stack.enter_context(route_train.stock_yaml(value))
+                if path is not None:
+                    rest[-1] = f"cfg={path}"
+                ours, theirs = {**yaml_ours, **ours}, {**yaml_theirs, **theirs}  # what was said before wins
+            else:
+                theirs[key] = value
+        elif key in TASKS:
+            theirs["task"] = key
+        elif key in MODES:
+            theirs["mode"] = key
+        elif _is_upstream_command(key):
+            command = key
+        elif isinstance(DEFAULT_CFG_DICT.get(key), bool):
+            theirs[key] = True  # a bare `compile` switches it on
+        else:
+            split_options({key: None}, known, python=False)
+
+    mode = "track" if theirs.get("task") == "track" else theirs.get("mode") or DEFAULT_CFG.mode or "predict"
+    options = merge_options(ours)
+    check_contradictions(options, theirs, command or mode)
+    trains = bool(words) and command is None and mode == "train"  # without a word, upstream prints its help
+    if options is None:
+        return None, words, trains
+    # A word that still ends in '=' is an error that upstream reports; it must not swallow the word after a gap of ours.
+    rest.sort(key=lambda word: word.endswith("="))
+    return options, rest or [f"mode={mode}"], trains
+
+
+def show_cfg(words: list[str]) -> None:
+    """Print upstream's arguments with their defaults, then ours."""
+    _run_upstream(["cfg", *words], None)
+    print(describe_options())
+
+
+def show_patches(words: list[str]) -> int:
+    """Print the patch series with the state of each patch. Returns 1 if one of them does not fit, else 0."""
+    from detgraph.patches import status
+
+    lines = status()
+    for line in lines:
+        state = "applied" if line.applied else "does not fit" if line.drift else "fits"
+        print(f"{line.name}: {state}\n  target: {line.target}\n  what:   {line.what}")
+        if line.drift:
+            print(f"  drift:  {line.drift}")
+    return int(any(line.drift for line in lines))
+
+
+def _apply_patches(options: CaptureOptions | None) -> None:
+    """Apply the series. On drift, train as upstream does unless the capture was asked for."""
+    from detgraph import patches
+
+    try:
+        patches.apply()
+    except patches.PatchDriftError as e:
+        if options is not None and options.enabled:
+            raise
+        from ultralytics.utils import LOGGER
+
+        LOGGER.warning(f"{e} This command does without it and trains by upstream's own loop.")
+
+
+def _run_upstream(words: list[str], options: CaptureOptions | None) -> None:
+    """Call upstream's entry point with `words` as its command line."""
+    import ultralytics.cfg
+    import ultralytics.utils
+
+    from detgraph.patches.route_train import ambient_options
+
+    # Upstream keeps the list that was sys.argv at its import, under two names, and tells a command line from a script
+    # by the program's name in it: predict saves its pictures in one case and not in the other.
+    lists = (ultralytics.cfg.ARGV, ultralytics.utils.ARGV)
+    before = [list(argv) for argv in lists]
+    program = sys.argv[0] if sys.argv and sys.argv[0].endswith("yolo") else "yolo"
+    token = ambient_options.set(options)
+    try:
+        for argv in lists:
+            argv[:] = [program, *words]
+        ultralytics.cfg.entrypoint()
+    finally:
+        ambient_options.reset(token)
+        for argv, words_before in zip(lists, before, strict=True):
+            argv[:] = words_before
+
+
+def _is_upstream_command(word: str) -> bool:
+    bare = word.lower().lstrip("-")
+    return any(bare in (name, name[0], name.removesuffix("s")) for name in _UPSTREAM_COMMANDS)
+
+
+def _imported(path: str) -> Any:
+    module, _, function = path.partition(":")
+    return getattr(importlib.import_module(module), function)

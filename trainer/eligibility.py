@@ -1,0 +1,110 @@
+"""Who may be replayed: circumstances of a fit that keep the loop upstream's, the model whole, or the network eager.
+
+Each rule returns a sentence that names what was found, or None. A contradiction in what the user asked for is not
+here: `detgraph.cfg` refuses it before any work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from ultralytics.nn.modules import Detect
+from ultralytics.nn.tasks import DetectionModel
+from ultralytics.utils import RANK
+from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
+from ultralytics.utils.torch_utils import is_qat, unwrap_model
+
+from detgraph.cfg import precision_blocker
+
+from .network import EagerNetworkStep, GraphedNetworkStep
+from .recorders import CudaRecorder
+from .upstream import loop_drift
+
+if TYPE_CHECKING:
+    from .loop import LightningDetectionTrainer
+
+# The objectives whose use of the predictions the view's layout contract was read from.
+KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
+REPLACEABLE_METHODS = ("forward", "predict", "_predict_once", "loss", "init_criterion")
+
+
+def loop_blocker(trainer: LightningDetectionTrainer) -> str | None:
+    """Return why upstream's own loop must run instead of ours."""
+    if trainer.world_size > 1 or RANK != -1:
+        return "training on several GPUs runs upstream's own loop"
+    if trainer.device.type not in {"cpu", "cuda"}:
+        return f"training on '{trainer.device.type}' runs upstream's own loop"
+    if trainer.args.task != "detect":
+        return f"task '{trainer.args.task}' runs upstream's own loop"
+    return loop_drift()
+
+
+def split_blocker(model: nn.Module) -> str | None:
+    """Return why the model must be called whole, network and objective in one, as upstream calls it.
+
+    Called at every step: a hook on the model itself would otherwise see another call than upstream's.
+    """
+    model = unwrap_model(model)
+    if type(model) is not DetectionModel:
+        return f"model class {type(model).__qualname__} is not upstream's DetectionModel"
+    attributes = vars(model)
+    if replaced := [name for name in REPLACEABLE_METHODS if name in attributes]:
+        return f"the model's {replaced[0]}() was replaced on the instance"
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+        return "a hook is registered on the model itself"
+    return None
+
+
+def _network_blocker(trainer: LightningDetectionTrainer) -> str | None:
+    """Return why this fit's network stays eager from the start."""
+    model = unwrap_model(trainer.model)
+    if trainer.recorder is None and trainer.device.type != "cuda":
+        return f"replay needs a CUDA device, this fit runs on '{trainer.device.type}'"
+    if blocker := split_blocker(trainer.model):
+        return blocker
+    head = model.model[-1]
+    if not isinstance(head, Detect):
+        return f"head {type(head).__qualname__} is not a Detect head"
+    criterion = getattr(model, "criterion", None) or model.init_criterion()
+    if type(criterion) not in KNOWN_OBJECTIVES:
+        return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"
+    if is_qat(model):
+        return "quantization-aware training (quantize=8) keeps its observers in Python"
+    if trainer.recorder is None:
+        precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(_autocast_dtype(trainer), "fp32")
+        return precision_blocker(precision, torch.__version__)
+    return None
+
+
+def _autocast_dtype(trainer: LightningDetectionTrainer) -> torch.dtype | None:
+    if trainer.args.amp == "bf16":
+        return torch.bfloat16
+    return torch.get_autocast_dtype(trainer.device.type) if trainer.amp else None
+
+
+def nominal_shape(trainer: LightningDetectionTrainer) -> tuple[int, ...]:
+    """Return the (batch, channels, height, width) of a full batch: the one shape that is worth a recording.
+
+    With ``rect=True`` sizes differ by batch, and the most frequent one counts.
+    """
+    loader = trainer.train_loader
+    height = width = trainer.args.imgsz
+    dataset = loader.dataset
+    if getattr(dataset, "rect", False):
+        shapes = [tuple(int(side) for side in shape) for shape in dataset.batch_shapes]
+        height, width = max(shapes, key=shapes.count)
+    return (loader.batch_size, trainer.data["channels"], height, width)
+
+
+def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkStep, str | None]:
+    """Return the network step of a fit, and why it is not the one that was asked for."""
+    report = trainer.capture_report
+    if not trainer.capture.enabled:
+        return EagerNetworkStep(trainer.model, report, "capture_network=False"), None
+    if blocker := _network_blocker(trainer):
+        return EagerNetworkStep(trainer.model, report, blocker), blocker
+    recorder = trainer.recorder or CudaRecorder(trainer.device)
+    shape = nominal_shape(trainer)
+    return GraphedNetworkStep(trainer.model, recorder, shape, trainer.capture, report), None

@@ -1,0 +1,151 @@
+"""Running a fit under Lightning without letting Lightning, or the environment, steer it.
+
+Upstream's trainer has set everything up by the time a fit starts: the device, the weights on it, the precision, the
+data. Lightning contributes its loop and nothing else. Lightning is imported here, when the first fit starts, because
+the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# Variables of these families would change what a Trainer is (defaults, cluster, ranks).
+HOSTILE_PREFIXES = ("PL_", "SLURM_", "LSB_", "TORCHELASTIC_", "KUBERNETES_", "XRT_")
+HOSTILE_NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+QUIET_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+
+
+class LoopError(Exception):
+    """Carries an exception that Lightning's loop would misread (``StopIteration``) out of the fit, as its cause."""
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Import Lightning, and keep it silent inside; formatter of warnings and log levels are afterwards as before."""
+    format_warning = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning.pytorch  # noqa: F401
+    warnings.formatwarning = format_warning
+    loggers = [logging.getLogger(name) for name in QUIET_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def neutral_environment() -> Iterator[None]:
+    """Hide the variables that would steer a trainer while it is built; a fit itself runs in the user's environment."""
+    hidden = {k: os.environ.pop(k) for k in list(os.environ) if k.startswith(HOSTILE_PREFIXES) or k in HOSTILE_NAMES}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def build_trainer(device: torch.device, callbacks: list[pl.Callback]) -> pl.Trainer:
+    """Return a Lightning trainer that runs batches on ``device`` and does nothing else; call it inside the two contexts."""
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class UpstreamDevice(Accelerator):
+        """The device that upstream has already chosen and prepared."""
+
+        def setup_device(self, device: torch.device) -> None: ...
+
+        def setup(self, trainer: pl.Trainer) -> None: ...
+
+        def teardown(self) -> None: ...
+
+        parse_devices = staticmethod(lambda devices: devices)
+        get_parallel_devices = staticmethod(lambda devices: [device])
+        auto_device_count = staticmethod(lambda: 1)
+        is_available = staticmethod(lambda: True)
+        name = staticmethod(lambda: "upstream")
+
+    class InPlaceStrategy(SingleDeviceStrategy):
+        """Leaves model and optimizer where upstream put them, at the start and at the end."""
+
+        def model_to_device(self) -> None: ...
+
+        def teardown(self) -> None:
+            self.optimizers = []  # the base class would move them, and the cuBLAS workspaces, off the device
+
+    return pl.Trainer(
+        strategy=InPlaceStrategy(device=device, accelerator=UpstreamDevice()),
+        devices=1,
+        plugins=[LightningEnvironment()],
+        max_epochs=-1,  # upstream's counter decides: a repeated epoch does not advance it, `time=` moves the end
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_autolog_hparams=False,
+        use_distributed_sampler=False,
+        inference_mode=False,
+        detect_anomaly=torch.is_anomaly_enabled(),
+    )
+
+
+@contextmanager
+def own_signals() -> Iterator[dict]:
+    """Give every signal handler back at the end; yields the handlers as they were (empty outside the main thread)."""
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield handlers
+    finally:
+        restore_signals(handlers)
+
+
+def restore_signals(handlers: dict) -> None:
+    """Install ``handlers`` again where they differ from the present ones."""
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:
+    """Run ``module`` over ``batches``, epoch after epoch, until it stops itself; return the Lightning trainer.
+
+    ``batches`` is sized and iterated anew each epoch. Exceptions from any hook leave unchanged: a
+    ``KeyboardInterrupt`` as such (Lightning would turn it into an exit), the cause of a ``LoopError`` as itself.
+    Signal handlers, warning formatter, log levels and environment are afterwards as before.
+    """
+    with neutral_environment(), quiet_lightning():
+        trainer = build_trainer(device, callbacks)
+    with quiet_lightning(), own_signals() as handlers:
+        module.signal_handlers = handlers
+        try:
+            trainer.fit(module, train_dataloaders=batches)
+        except SystemExit as exit_request:
+            if isinstance(exit_request.__context__, KeyboardInterrupt):
+                raise exit_request.__context__ from None
+            raise
+        except LoopError as error:
+            raise error.__cause__ from None
+    return trainer

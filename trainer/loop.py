@@ -1,0 +1,235 @@
+"""Upstream's detection trainer with its loop run by Lightning.
+
+Everything around the loop is upstream's and stays untouched: set-up, every optimizer step, validation, checkpoints,
+the ends. What is here is the order in which upstream's loop calls them, spread over Lightning's hooks (`module.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultralytics.models.yolo.detect import DetectionTrainer
+from ultralytics.utils import DEFAULT_CFG, LOGGER, RANK, TQDM
+
+from detgraph.cfg import CaptureOptions, check_contradictions, merge_options, remembered_options, split_options
+
+from .eligibility import loop_blocker, network_step_for
+from .report import FILE_NAME, CaptureReport
+from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
+
+MAX_OUT_OF_MEMORY_RETRIES = 3
+MEMORY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR", "unable to find an engine")
+
+
+class BatchTooLarge(Exception):
+    """Leaves a Lightning fit when the device ran out of memory and upstream's rule allows a smaller batch."""
+
+    def __init__(self, out_of_memory: bool) -> None:
+        super().__init__()
+        self.out_of_memory = out_of_memory
+
+
+@dataclass
+class LoopState:
+    """Where upstream's loop stands; lives as long as the fit, across Lightning trainers.
+
+    ``batches`` per epoch; ``warmup`` in batches; ``accumulate`` is the nominal count that warm-up ramps up to;
+    ``micro_batches`` counts the batches that Lightning ran.
+    """
+
+    epoch: int
+    batches: int
+    warmup: int
+    accumulate: int
+    mosaic_closed: bool
+    last_opt_step: int = -1
+    micro_batches: int = 0
+
+
+class EpochBatches:
+    """Upstream's train loader under its progress bar, as the sized iterable that Lightning wants.
+
+    Iterating starts an epoch and touches the loader only at the first batch, so it may be reset before. ``finish``
+    ends the epoch the way a ``for`` loop would: run out after the last batch, closed after an early stop.
+    """
+
+    def __init__(self, trainer: DetectionTrainer) -> None:
+        self.trainer = trainer
+        self.bar: TQDM | None = None
+        self._epoch: Iterator | None = None
+
+    def __len__(self) -> int:
+        return len(self.trainer.train_loader)
+
+    def __iter__(self) -> Iterator:
+        self._epoch = self._run()
+        return self._epoch
+
+    def _run(self) -> Iterator:
+        self.bar = TQDM(enumerate(self.trainer.train_loader), total=len(self))
+        for _, batch in self.bar:
+            yield batch
+
+    def finish(self, early: bool) -> None:
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
+            return
+        if not early:
+            next(epoch, None)
+        epoch.close()
+
+
+class LightningDetectionTrainer(DetectionTrainer):
+    """``DetectionTrainer`` whose loop runs under Lightning, with the network replayed where that is asked for.
+
+    Takes upstream's arguments, and ours among the overrides: ``capture_network`` (as on the command line) or
+    ``capture_options`` (a ``CaptureOptions``). Ours are taken out before upstream sees them, so ``args.yaml`` and
+    checkpoints stay stock. Subclasses may override whatever upstream's trainer allows; one that overrides
+    ``_do_train`` keeps its own loop.
+
+    Attributes:
+        capture: the options in force.
+        capture_report: what the fit replayed and why not; None before the fit has started.
+        recorder: an object with the recorder protocol to use instead of the device's own (tests).
+
+    Raises:
+        CaptureOptionError: a bad value or a contradiction, before a run folder exists.
+    """
+
+    recorder = None
+
+    def __init__(self, cfg=DEFAULT_CFG, overrides: dict | None = None, _callbacks: dict | None = None) -> None:
+        ours, overrides = split_options(overrides or {}, known=vars(DEFAULT_CFG))
+        given = merge_options(ours)
+        check_contradictions(given, overrides)
+        super().__init__(cfg, overrides, _callbacks)
+        if given is None and self.resume:
+            given = remembered_options(Path(self.args.resume).parent.parent)
+        self.capture = given or CaptureOptions()
+        check_contradictions(self.capture, vars(self.args))
+        self.capture_report: CaptureReport | None = None
+        self.network_step = None
+
+    def _do_train(self) -> None:
+        """Run the fit: our loop, or upstream's own with one warning where ours may not stand in for it."""
+        self.capture_report = CaptureReport(self.capture)
+        if blocker := loop_blocker(self):
+            self._say_not_in_force(blocker)
+            try:
+                return super()._do_train()
+            finally:
+                self._close_report()
+        self._setup_train()
+        self._run_loop(self._begin())
+        return None
+
+    def _begin(self) -> LoopState:
+        """What upstream does between set-up and the first epoch."""
+        batches = len(self.train_loader)
+        state = LoopState(
+            epoch=self.start_epoch,
+            batches=batches,
+            warmup=self._get_warmup_iterations(batches),
+            accumulate=self.accumulate,
+            mosaic_closed=not self.args.close_mosaic,
+        )
+        self.epoch_time = None
+        self.epoch_time_start = self.train_time_start = time.time()
+        self.run_callbacks("on_train_start")
+        log_as_upstream(LOG_START, self)
+        if self.args.close_mosaic:  # plot the first batches without mosaic, too
+            first = (self.epochs - self.args.close_mosaic) * batches
+            self.plot_idx.extend(range(first, first + 3))
+        self.optimizer.zero_grad()
+        self._oom_retries = 0
+        return state
+
+    def _run_loop(self, state: LoopState) -> None:
+        """Run Lightning fits until upstream's end, each after the first with a smaller batch; then upstream's ends."""
+        from .fitting import fit
+        from .module import DetectionModule, RecordingEnds
+
+        self.loop_state = state
+        self.capture_report.start(self.device)
+        try:
+            while True:
+                self.network_step, blocker = network_step_for(self)
+                if blocker:
+                    self._say_not_in_force(blocker)
+                try:
+                    batches = EpochBatches(self)
+                    fit(DetectionModule(self, state, batches), batches, self.device, [RecordingEnds(self)])
+                    break
+                except BatchTooLarge as error:
+                    out_of_memory = error.out_of_memory
+                self._shrink_batch(state, out_of_memory)
+        finally:
+            if self.network_step is not None:
+                self.network_step.drop("fit ended")
+            self._close_report()
+        seconds = time.time() - self.train_time_start
+        log_as_upstream(LOG_COMPLETED, self, epoch=state.epoch, seconds=seconds)
+        self.final_eval()
+        if self.args.plots:
+            self.plot_metrics()
+        self.run_callbacks("on_train_end")
+        self._clear_memory()
+        for loader in (self.train_loader, self.test_loader):
+            if hasattr(loader, "close"):
+                loader.close()
+
+    def batch_too_large(self, error: RuntimeError) -> BatchTooLarge | None:
+        """Return the request for a smaller batch that upstream's rule allows for ``error``, or None to re-raise it."""
+        text = str(error)
+        out_of_memory = "out of memory" in text.lower()
+        if not out_of_memory and not any(known in text for known in MEMORY_ERRORS):
+            return None
+        if self.loop_state.epoch > self.start_epoch or self._oom_retries >= MAX_OUT_OF_MEMORY_RETRIES:
+            return None
+        return BatchTooLarge(out_of_memory)
+
+    def _shrink_batch(self, state: LoopState, out_of_memory: bool) -> None:
+        """Halve the batch and rebuild the loaders as upstream does; optimizer state is kept."""
+        self._oom_retries += 1
+        old_batch = self.batch_size
+        self.args.batch = self.batch_size = max(self.batch_size // 2, 1)
+        error = f"{self.device.type.upper()} out of memory" if out_of_memory else "CUDA backend memory error"
+        log_as_upstream(LOG_OUT_OF_MEMORY, self, error=error, old_batch=old_batch)
+        self.loss = self.loss_items = self.tloss = None
+        if hasattr(self.train_loader, "close"):
+            self.train_loader.close()
+        self._clear_memory()
+        self._build_train_pipeline()
+        self.validator.dataloader = self.test_loader
+        self.scheduler.last_epoch = self.start_epoch - 1
+        self.optimizer.zero_grad()
+        state.batches = len(self.train_loader)
+        state.warmup = self._get_warmup_iterations(state.batches)
+        state.accumulate = self.accumulate
+        state.mosaic_closed = not self.args.close_mosaic  # the rebuilt loader has it open again
+        state.last_opt_step = -1
+
+    def progress_string(self) -> str:
+        """Upstream's header, with our column when the capture was asked for and this loop runs."""
+        ours = f"{'Replayed':>11}" if self.network_step is not None and self.capture.enabled else ""
+        return super().progress_string() + ours
+
+    def _say_not_in_force(self, blocker: str) -> None:
+        self.capture_report.block(blocker)
+        if self.capture.enabled:
+            LOGGER.warning(
+                f"capture_network={self.capture.capture_network} is not in force: {blocker}. "
+                "The fit trains eagerly, with the same result."
+            )
+
+    def _close_report(self) -> None:
+        """Write ``capture.json`` and log the summary; a fit that did not ask for the capture leaves neither."""
+        self.capture_report.stop()
+        if not self.capture.enabled:
+            return
+        LOGGER.info(self.capture_report.summary())
+        if RANK in {-1, 0} and self.save_dir.exists():
+            self.capture_report.write(self.save_dir / FILE_NAME)

@@ -1,0 +1,370 @@
+"""The model call of a training step: eager, or replayed where that is proven to be the same.
+
+`EagerNetworkStep` calls the network. `GraphedNetworkStep` records it during one eager step and replays it from the
+next on. Neither is an ``nn.Module`` and neither changes the model.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from ultralytics.utils import LOGGER
+from ultralytics.utils.torch_utils import unwrap_model
+
+from detgraph.cfg import CaptureOptions
+from detgraph.models import NetworkView, UnsupportedNetwork
+
+from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
+from .report import CaptureReport
+from .signature import Signature, recording_obstacle
+from .state import NetworkState, largest_difference, same_bits
+
+RECORDING = "step that was recorded"
+OTHER_SHAPE = "batch of another shape"
+TOO_EARLY = "before the step that may be recorded"
+
+
+class EagerNetworkStep:
+    """Calls the network as it is; every step counts as eager for ``reason``."""
+
+    def __init__(self, model: nn.Module, report: CaptureReport, reason: str) -> None:
+        self.model = model
+        self.report = report
+        self.reason = reason
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a recording is alive."""
+        return False
+
+    def __call__(self, images: Tensor) -> dict:
+        """Return the training predictions for ``images`` of shape (batch, channels, height, width)."""
+        self.report.eager[self.reason] += 1
+        return self.model(images)
+
+    def whole(self, batch: dict, reason: str) -> tuple[Tensor, dict]:
+        """Call model and objective in one, as upstream does; returns the loss and its items."""
+        self.report.eager[reason] += 1
+        return self.model(batch)
+
+    def after_backward(self) -> None:
+        """Called between the backward pass and whatever uses the gradients."""
+
+    def drop(self, reason: str) -> None:
+        """Give up the recording, if any, and everything that belongs to it. May be called again."""
+
+
+@dataclass
+class Observed:
+    """One eager step that a recording is to be made from: what went in, and what the objective sent back."""
+
+    view: NetworkView
+    images: Tensor
+    mode: Autocast
+    before: NetworkState
+    signature: Signature
+    incoming: list[Tensor | None]
+
+
+class GraphedNetworkStep(EagerNetworkStep):
+    """Records the network's forward and backward once, proves the recording, and replays it.
+
+    The first full batch that may be recorded runs eagerly and is an ordinary step of the fit; between its backward
+    and the optimizer step the same work is recorded on a side stream and must reproduce the eager results bit for
+    bit. From the next full batch on, predictions are views of reused memory, valid until the next call.
+
+    Args:
+        model: the training model, a plain detection model.
+        recorder: makes recordings on the model's device.
+        shape: the (batch, channels, height, width) to record; batches of another shape run eagerly.
+        options: whether to check, how often to record, from which step on.
+        report: counts every step.
+    """
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, shape: tuple[int, ...], options: CaptureOptions, report: CaptureReport
+    ) -> None:
+        super().__init__(model, report, "")
+        self.network = unwrap_model(model)
+        self.recorder = recorder
+        self.shape = shape
+        self.options = options
+        self.recording: Recording | None = None
+        self.signature: Signature | None = None
+        self.blocked: str | None = None
+        self._recordings = 0
+        self._observed: Observed | None = None
+        self._before: NetworkState | None = None  # only with verify: the state before the present replay
+        self._serial = 0
+        self._awaiting_backward = False
+        self._own_gradients: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def recorded(self) -> bool:
+        return self.recording is not None
+
+    def __call__(self, images: Tensor) -> dict:
+        self._observed = self._before = None
+        reason = self._why_eager(images)
+        if reason is None:
+            return self._replay(images)
+        self.report.eager[reason] += 1
+        return self._observe(images) if reason == RECORDING else self.model(images)
+
+    def whole(self, batch: dict, reason: str) -> tuple[Tensor, dict]:
+        self._observed = self._before = None
+        return super().whole(batch, reason)
+
+    def _why_eager(self, images: Tensor) -> str | None:
+        """Return why this step does not replay, retiring the recording where something it baked in has changed."""
+        if self.blocked:
+            return self.blocked
+        if tuple(images.shape) != self.shape:
+            return OTHER_SHAPE
+        if self.recording is not None:
+            change = self.signature.change(images)
+            if change is None:
+                return None
+            self._retire(change)
+        if self.blocked:
+            return self.blocked
+        if self.report.steps < self.options.record_at_step:
+            return TOO_EARLY
+        return recording_obstacle(self.network.model, images.device.type) or RECORDING
+
+    # Replay -----------------------------------------------------------------------------------------------------
+
+    def _replay(self, images: Tensor) -> dict:
+        recording = self.recording
+        if self.options.verify:
+            self._before = NetworkState.take(self.network, images.device)
+        recording.input.copy_(images)
+        self._serial += 1
+        self._awaiting_backward = True
+        self.report.replayed += 1
+        return recording.view.restore(Replay.apply(self, self._serial, *recording.parameters))
+
+    def replay_backward(self, serial: int, incoming: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Replay the backward of forward number ``serial``; returns one gradient per parameter of the recording."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a replayed network has no gradients of gradients (create_graph=True); "
+                "train with capture_network=False to differentiate twice"
+            )
+        recording = self.recording
+        if recording is None or serial != self._serial:
+            raise RuntimeError(
+                f"backward of replayed forward {serial}, but its memory was reused (the latest is {self._serial}); "
+                "run backward before the next forward, or train with capture_network=False"
+            )
+        if not self._awaiting_backward:
+            raise RuntimeError(
+                f"second backward of replayed forward {serial} (retain_graph=True); "
+                "run one backward a forward, or train with capture_network=False"
+            )
+        self._awaiting_backward = False
+        if tuple(gradient is not None for gradient in incoming) != recording.used:
+            raise RuntimeError(
+                "the objective uses other outputs of the network than when it was recorded; "
+                "train with capture_network=False"
+            )
+        self._protect_gradients()
+        with torch.no_grad():
+            torch._foreach_copy_(recording.output_gradients, [gradient for gradient in incoming if gradient is not None])
+        recording.backward()
+        return [None if gradient is None else gradient.detach() for gradient in recording.gradients]
+
+    def _protect_gradients(self) -> None:
+        """Move live gradients that autograd adopted from the recording to storage of their own.
+
+        The replay that follows overwrites them before it adds to them. The second set is kept and reused, so a
+        window of accumulation pays one copy; a gradient that it cannot serve is cloned.
+        """
+        live = {p: _address(p.grad) for p in self.network.parameters() if p.grad is not None}
+        if not live:
+            return
+        static = {_address(gradient) for gradient in self.recording.gradients if gradient is not None}
+        shared = [parameter for parameter, address in live.items() if address in static]
+        taken = set(live.values())
+        sources, targets = [], []
+        for parameter in shared:
+            gradient = parameter.grad
+            own = self._own_gradients.get(parameter)
+            if own is None or own.shape != gradient.shape or own.dtype != gradient.dtype or _address(own) in taken:
+                own = self._own_gradients[parameter] = torch.empty_like(gradient)
+            sources.append(gradient)
+            targets.append(own)
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+            for parameter, own in zip(shared, targets, strict=True):
+                parameter.grad = own
+
+    # Recording --------------------------------------------------------------------------------------------------
+
+    def _observe(self, images: Tensor) -> dict:
+        """Run the step eagerly through the view and note what a recording of it needs."""
+        view = NetworkView(self.network)
+        mode = Autocast.now(images.device.type)
+        before = NetworkState.take(self.network, images.device)
+        signature = Signature(self.network, images)
+        try:
+            outputs = view(images)
+        except UnsupportedNetwork as error:
+            self._block(str(error))
+            before.restore()
+            return self.model(images)
+        incoming: list[Tensor | None] = [None] * len(outputs)
+        for i, output in enumerate(outputs):
+            if output.requires_grad:
+                output.register_hook(lambda gradient, i=i: incoming.__setitem__(i, gradient))
+        self._observed = Observed(view, images.detach(), mode, before, signature, incoming)
+        return view.restore(outputs)
+
+    def after_backward(self) -> None:
+        observed, self._observed = self._observed, None
+        if observed is not None and any(gradient is not None for gradient in observed.incoming):
+            self._record(observed)
+        elif self._before is not None and self.recording is not None and not self._awaiting_backward:
+            self._verify(self._before)
+
+    def _record(self, observed: Observed) -> None:
+        """Record the observed step and adopt the recording if it proves right; the fit's state stays as it is."""
+        after = NetworkState.take(self.network, observed.images.device)
+        recording = Recording(self.recorder, observed.view, observed.images, tuple(observed.incoming), observed.mode)
+        observed.incoming.clear()
+        problem: str | None = "interrupted"
+        try:
+            problem = self._capture_and_check(recording, observed.before)
+        except RuntimeError as error:
+            problem = f"recording failed: {_first_line(error)}"
+        finally:
+            after.restore()
+            if problem is not None:
+                recording.release()
+        if problem is not None:
+            self._block(problem)
+            return
+        self._recordings += 1
+        self.report.recordings += 1
+        self.recording, self.signature = recording, observed.signature
+
+    def _capture_and_check(self, recording: Recording, before: NetworkState) -> str | None:
+        """Make ``recording`` from the state ``before``; return what its replay gets wrong, or None.
+
+        The eager passes that it is compared with run first, on the recorder's stream: they are its warm-up, and their
+        memory is given back before the capture. The second one is the control that tells a network which does not
+        reproduce itself from a wrong replay.
+        """
+        started = time.perf_counter()
+        with self.recorder.session(), parameter_aliases(self.network) as aliases:
+            expected = self._run(recording, before, lambda: recording.eager(aliases))
+            control = self._run(recording, before, lambda: recording.eager(aliases))
+            unverifiable = set(self._differences(expected, control))
+            del control
+            self.recorder.settle()
+            before.restore()
+            recording.capture(aliases)
+        self.report.seconds["recording"] += time.perf_counter() - started
+        return self._check(recording, before, expected, unverifiable) if self.options.self_check else None
+
+    def _run(self, recording: Recording, state: NetworkState, run) -> dict[str, Tensor | None]:
+        """Run forward and backward from ``state``; returns copies or fresh results by name, buffers included."""
+        state.restore()
+        result = run()
+        names = [name for name, p in self.network.named_parameters() if p.requires_grad]
+        named = {f"output {i}": output for i, output in enumerate(result.outputs)}
+        named |= {f"gradient of {name}": g for name, g in zip(names, result.gradients, strict=True)}
+        named |= {f"buffer {name}": buffer.detach().clone() for name, buffer in self.network.named_buffers()}
+        return named
+
+    def _replayed_results(self, recording: Recording):
+        recording.forward()
+        recording.backward()
+        return recording
+
+    def _check(self, recording: Recording, before: NetworkState, expected: dict, unverifiable: set) -> str | None:
+        """Replay from the observed state; return what differs from the eager results, or None."""
+        started = time.perf_counter()
+        replayed = self._run(recording, before, lambda: self._replayed_results(recording))
+        wrong = self._judge(expected, replayed, unverifiable)
+        self.report.seconds["checking"] += time.perf_counter() - started
+        return wrong
+
+    def _judge(self, expected: dict, replayed: dict, unverifiable: set) -> str | None:
+        for name, difference in self._differences(expected, replayed).items():
+            if name not in unverifiable:
+                return f"self-check: {name} of the replay is off by {difference:g}"
+        new = sorted(unverifiable - set(self.report.unverifiable))
+        self.report.unverifiable += new
+        return None
+
+    @staticmethod
+    def _differences(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> dict[str, float]:
+        different = [name for name in a if not same_bits(a[name], b[name])]
+        return {
+            name: float("inf") if a[name] is None or b[name] is None else largest_difference(a[name], b[name])
+            for name in different
+        }
+
+    def _verify(self, before: NetworkState) -> None:
+        """Compare the replay that has just run with an eager pass of the same input and incoming gradients."""
+        started = time.perf_counter()
+        self._before = None
+        recording = self.recording
+        after = NetworkState.take(self.network, recording.input.device)
+        try:
+            names = [name for name, p in self.network.named_parameters() if p.requires_grad]
+            replayed = {f"output {i}": output for i, output in enumerate(recording.outputs)}
+            replayed |= {f"gradient of {n}": g for n, g in zip(names, recording.gradients, strict=True)}
+            replayed |= {f"buffer {n}": b.detach().clone() for n, b in self.network.named_buffers()}
+            with self.recorder.session(), parameter_aliases(self.network) as aliases:
+                expected = self._run(recording, before, lambda: recording.eager(aliases))
+            wrong = self._judge(expected, replayed, set(self.report.unverifiable))
+        finally:
+            after.restore()
+        self.report.seconds["checking"] += time.perf_counter() - started
+        if wrong:
+            self._retire(wrong)
+            self._block(wrong)
+
+    # Ends -------------------------------------------------------------------------------------------------------
+
+    def _retire(self, reason: str) -> None:
+        """Give up the recording; the next full batch may record anew, up to the allowed number of recordings."""
+        self.report.retire(reason)
+        self._release()
+        if self._recordings >= self.options.max_recordings:
+            self._block(f"{self._recordings} recordings were retired, the last because of {reason}")
+
+    def _block(self, reason: str) -> None:
+        """Stay eager for the rest of the fit, and say so once."""
+        self.blocked = reason
+        self.report.block(reason)
+        LOGGER.warning(f"capture_network: the rest of the fit trains eagerly: {reason}")
+
+    def drop(self, reason: str) -> None:
+        self._observed = self._before = None
+        self._release()
+
+    def _release(self) -> None:
+        recording, self.recording, self.signature = self.recording, None, None
+        if recording is None:
+            return
+        static = {_address(gradient) for gradient in recording.gradients if gradient is not None}
+        for parameter in self.network.parameters():
+            if parameter.grad is not None and _address(parameter.grad) in static:
+                parameter.grad = parameter.grad.clone()
+        self._own_gradients = {}
+        recording.release()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

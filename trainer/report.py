@@ -1,0 +1,116 @@
+"""What a fit replayed, what it did not and why: counted as it happens, told at the end, written beside the weights."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from detgraph.cfg import CaptureOptions
+
+FILE_NAME = "capture.json"
+SCHEMA = 1
+
+
+def environment() -> dict[str, str | None]:
+    """Return the versions and the device that figures of this process belong to."""
+    versions = {}
+    for package in ("detgraph", "ultralytics", "lightning", "torch", "torchvision"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {**versions, "python": platform.python_version(), "cuda": torch.version.cuda, "gpu": gpu}
+
+
+@dataclass
+class CaptureReport:
+    """Counts of one fit. A step is one micro-batch; every step is either replayed or eager with one reason.
+
+    ``eligible`` steps are those that a live recording could have served or did: all but the ones whose reason is a
+    batch of another shape, the recording itself, or a circumstance that blocked the capture from the start.
+    """
+
+    options: CaptureOptions
+    replayed: int = 0
+    eager: Counter = field(default_factory=Counter)
+    recordings: int = 0
+    retirements: list[dict] = field(default_factory=list)
+    blocked: str | None = None
+    seconds: Counter = field(default_factory=Counter)
+    memory: dict[str, int] = field(default_factory=dict)
+    unverifiable: list[str] = field(default_factory=list)
+    device: str = "cpu"
+
+    def start(self, device: torch.device) -> None:
+        """Begin measuring peak memory on ``device``."""
+        self.device = str(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def stop(self) -> None:
+        """Take the peaks: bytes allocated and reserved on the device since ``start``."""
+        if self.device.startswith("cuda"):
+            self.memory["peak_allocated"] = torch.cuda.max_memory_allocated(self.device)
+            self.memory["peak_reserved"] = torch.cuda.max_memory_reserved(self.device)
+
+    def block(self, reason: str) -> None:
+        """Note what keeps the whole fit, or the rest of it, eager."""
+        self.blocked = reason
+
+    def retire(self, reason: str) -> None:
+        """Note that a recording was given up before the step that comes next."""
+        self.retirements.append({"step": self.steps, "reason": reason})
+
+    @property
+    def steps(self) -> int:
+        return self.replayed + self.eager.total()
+
+    def share(self) -> float:
+        """Return replayed steps as a fraction of all steps so far."""
+        return self.replayed / self.steps if self.steps else 0.0
+
+    def summary(self) -> str:
+        """Return the line that closes a fit."""
+        text = f"capture_network: {self.replayed} of {self.steps} steps replayed ({self.share():.1%})"
+        if self.eager:
+            text += ", eager: " + ", ".join(f"{count} ({reason})" for reason, count in self.eager.most_common())
+        if self.recordings:
+            text += f"; {self.recordings} recorded in {self.seconds['recording']:.2f} s"
+        if self.retirements:
+            text += f"; {len(self.retirements)} retired, last: {self.retirements[-1]['reason']}"
+        if self.blocked and not self.steps:
+            text += f"; {self.blocked}"
+        if reserved := self.memory.get("peak_reserved"):
+            text += f"; peak {reserved / 2**30:.2f} GiB reserved, {self.memory['peak_allocated'] / 2**30:.2f} allocated"
+        return text
+
+    def to_dict(self) -> dict:
+        """Return the content of ``capture.json`` (schema in docs/report.md)."""
+        return {
+            "schema": SCHEMA,
+            "options": self.options.to_dict(),
+            "steps": self.steps,
+            "replayed": self.replayed,
+            "eager": dict(self.eager),
+            "recordings": self.recordings,
+            "retirements": self.retirements,
+            "blocked": self.blocked,
+            "unverifiable": self.unverifiable,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+            "memory_bytes": self.memory,
+            "device": self.device,
+            "environment": environment(),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write ``to_dict`` to ``path``; the file appears whole or not at all."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        part.replace(path)

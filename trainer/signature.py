@@ -1,0 +1,257 @@
+"""Everything that a recording bakes in, taken when it is made and compared before every replay.
+
+A recording re-issues kernels on addresses: what Python would have decided since is not asked again. So the signature
+covers the input's form, the state of autograd, autocast and the numeric flags, and for the network each module,
+parameter and buffer: identity, address, layout, precision, modes, scalar attributes, hooks. Values are not part of
+it: updates in place (optimizer steps, ``copy_``, ``load_state_dict``) are picked up by the next replay.
+
+The comparison runs at every step, so it works on lists that are built once and compared as wholes; only a difference
+pays for finding out what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, itemgetter
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple("_global" + name for name in MODULE_HOOKS)
+CONTAINERS = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One thing that a recording bakes in: how to read it, and how to word a difference."""
+
+    name: str
+    read: Callable[[], object]
+    explain: Callable[[object, object], str]
+
+
+def _context(device_type: str) -> dict[str, Callable[[], object]]:
+    """Return the readers of process state, by the name that a reason uses."""
+    c = torch._C
+    return {
+        "grad mode": torch.is_grad_enabled,
+        "inference mode": torch.is_inference_mode_enabled,
+        "autocast": lambda: torch.is_autocast_enabled(device_type),
+        "autocast dtype": lambda: torch.get_autocast_dtype(device_type),
+        "autocast cache": torch.is_autocast_cache_enabled,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+        "deterministic warn-only": torch.is_deterministic_algorithms_warn_only_enabled,
+        "fill_uninitialized_memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn.enabled": c._get_cudnn_enabled,
+        "cudnn.deterministic": c._get_cudnn_deterministic,
+        "cudnn.benchmark": c._get_cudnn_benchmark,
+        "cudnn.allow_tf32": c._get_cudnn_allow_tf32,
+        "float32 matmul precision": c._get_float32_matmul_precision,
+        "fp16 reduced-precision reduction": c._get_cublas_allow_fp16_reduced_precision_reduction,
+        "bf16 reduced-precision reduction": c._get_cublas_allow_bf16_reduced_precision_reduction,
+        "anomaly mode": torch.is_anomaly_enabled,
+        "saved-tensor hooks": lambda: c._autograd._top_saved_tensors_default_hooks(False) is not None,
+        "dispatch modes": c._len_torch_dispatch_stack,
+        "function modes": c._len_torch_function_stack,
+        "global module hooks": lambda: sum(len(getattr(nn_module, name)) for name in GLOBAL_HOOKS),
+    }
+
+
+# State under which nothing may be recorded: the name in the context, and the value that allows a recording.
+RECORDABLE = {
+    "grad mode": True,
+    "inference mode": False,
+    "anomaly mode": False,
+    "saved-tensor hooks": False,
+    "dispatch modes": 0,
+    "function modes": 0,
+    "global module hooks": 0,
+}
+
+
+def recording_obstacle(root: nn.Module, device_type: str) -> str | None:
+    """Return what keeps the network from being recorded right now, or None: hooks and modes run Python each step."""
+    readers = _context(device_type)
+    for name, allowed in RECORDABLE.items():
+        if (value := readers[name]()) != allowed:
+            return f"{name}: {value}"
+    for path, module in root.named_modules():
+        for name in MODULE_HOOKS:
+            if getattr(module, name):
+                return f"{name.strip('_').replace('_', ' ')} on module '{path or type(module).__name__}'"
+    return None
+
+
+class Signature:
+    """What one recording of ``root`` (backbone, neck and head of a model) bakes in.
+
+    ``change(images)`` returns None while a replay would do what the network would do, else a sentence: what changed,
+    from what, to what, on which module or tensor. It holds the objects that it identifies, so that an identity
+    cannot be taken over by a new object at the same address. Changes to ``criterion`` of ``model`` count, because
+    the layout of the outputs is agreed with it.
+    """
+
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
+        self.model = model
+        root = model.model
+        paths = {module: f"model.{path}" if path else "model" for path, module in root.named_modules()}
+        self._modules = list(paths)
+        self._paths = list(paths.values())
+        self._guards = [
+            *self._input_guards(images),
+            *self._context_guards(images.device.type),
+            *self._module_guards(),
+            *self._tensor_guards(),
+        ]
+        self._images: Tensor | None = images
+        self._baked = [guard.read() for guard in self._guards]
+        self._images = None
+
+    @property
+    def guards(self) -> list[str]:
+        """Return the names of what is compared, in order."""
+        return [guard.name for guard in self._guards]
+
+    def change(self, images: Tensor) -> str | None:
+        """Compare with the present; ``images`` is the input of the step that is to be replayed."""
+        self._images = images
+        try:
+            for guard, baked in zip(self._guards, self._baked, strict=True):
+                try:
+                    now = guard.read()
+                except (KeyError, AttributeError) as error:
+                    return f"{guard.name}: {error} is gone"
+                if now != baked:
+                    return guard.explain(baked, now)
+        finally:
+            self._images = None
+        return None
+
+    # Readers ----------------------------------------------------------------------------------------------------
+
+    def _input_guards(self, images: Tensor) -> list[Guard]:
+        def guard(name: str, read: Callable[[Tensor], object]) -> Guard:
+            return Guard(f"input {name}", lambda: read(self._images), _from_to(f"input {name}"))
+
+        return [
+            guard("shape", attrgetter("shape")),
+            guard("dtype", attrgetter("dtype")),
+            guard("device", attrgetter("device")),
+            guard("strides", Tensor.stride),
+            guard("requires_grad", attrgetter("requires_grad")),
+        ]
+
+    def _context_guards(self, device_type: str) -> list[Guard]:
+        guards = [Guard(name, read, _from_to(name)) for name, read in _context(device_type).items()]
+        model = self.model
+
+        def objective() -> type | None:
+            criterion = getattr(model, "criterion", None)
+            return None if criterion is None else type(criterion)
+
+        # The objective is built during the first step, so None may become what the model itself would build.
+        self._objective = objective() or type(model.init_criterion())
+        guards.append(Guard("objective", lambda: objective() or self._objective, _from_to("objective")))
+        guards.append(Guard("saved layer indices", lambda: list(model.save), _from_to("saved layer indices")))
+        return guards
+
+    def _module_guards(self) -> list[Guard]:
+        modules, paths = self._modules, self._paths
+        own = [module.__dict__ for module in modules]
+        containers = [getattr(module, name) for module in modules for name in CONTAINERS]
+        hooks = [getattr(module, name) for module in modules for name in MODULE_HOOKS]
+        scalars, others = [], []
+        for attributes, path in zip(own, paths, strict=True):
+            public = [key for key in attributes if not key.startswith("_")]
+            names = [key for key in public if isinstance(attributes[key], SCALARS)]
+            scalars.append((attributes, itemgetter(*names), path, names))
+            others += [(attributes, key, path) for key in public if key not in names]
+        self._held = [attributes[key] for attributes, key, _ in others]
+        self._held += list(chain.from_iterable(map(dict.values, containers)))
+        readers = [(attributes, read) for attributes, read, _, _ in scalars]
+
+        def attribute(baked: list, now: list) -> str:
+            i = _first_difference(baked, now)
+            _, _, path, names = scalars[i]
+            pairs = [(baked[i], now[i])] if len(names) == 1 else list(zip(baked[i], now[i], strict=True))
+            j = next(j for j, (a, b) in enumerate(pairs) if a != b)
+            return f"attribute {names[j]} of {path}: {pairs[j][0]!r} -> {pairs[j][1]!r}"
+
+        def element(baked: list, now: list) -> str:
+            for (container, size), kind in zip(sizes, kinds * len(modules), strict=True):
+                if len(container) != size:
+                    return f"number of {kind} of {owner[id(container)]}: {size} -> {len(container)}"
+            i = _first_difference(baked, now)
+            for container, kind in zip(containers, kinds * len(modules), strict=True):
+                if i < len(container):
+                    return f"{kind[:-1]} {list(container)[i]} of {owner[id(container)]} was replaced"
+                i -= len(container)
+            return "a parameter, buffer or module was replaced"
+
+        kinds = [name.strip("_") for name in CONTAINERS]
+        sizes = [(container, len(container)) for container in containers]
+        owner = {id(c): path for path, i in zip(paths, range(len(paths)), strict=True) for c in containers[3 * i :][:3]}
+
+        def number(baked: list, now: list) -> str:
+            i = _first_difference(baked, now)
+            new = [key for key in own[i] if key not in (scalars[i][3] + [k for a, k, _ in others if a is own[i]])]
+            new = [key for key in new if not key.startswith("_")]
+            return f"attributes of {paths[i]}: {baked[i]} -> {now[i]}" + (f" (new: {', '.join(new)})" if new else "")
+
+        def hook(baked: bool, now: bool) -> str:
+            i = next(i for i, registered in enumerate(hooks) if registered)
+            return f"a hook ({MODULE_HOOKS[i % 4].strip('_')}) was registered on {paths[i // 4]}"
+
+        def other(baked: list, now: list) -> str:
+            _, key, path = others[_first_difference(baked, now)]
+            return f"attribute {key} of {path} was replaced"
+
+        return [
+            Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),
+            Guard("set of module attributes", lambda: list(map(len, own)), number),
+            Guard("object attributes", lambda: [id(attributes[key]) for attributes, key, _ in others], other),
+            Guard(
+                "modules, parameters and buffers",
+                lambda: list(map(id, chain.from_iterable(map(dict.values, containers)))),
+                element,
+            ),
+            Guard("module hooks", lambda: any(hooks), hook),
+        ]
+
+    def _tensor_guards(self) -> list[Guard]:
+        named: dict[str, Tensor] = {}
+        for module, path in zip(self._modules, self._paths, strict=True):
+            for container in (module._parameters, module._buffers):
+                named |= {f"{path}.{name}": tensor for name, tensor in container.items() if tensor is not None}
+            named |= {f"{path}.{k}": v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        names, tensors = list(named), list(named.values())
+        shaped = [(name, tensor) for name, tensor in named.items() if tensor.ndim > 1]
+        shaped_names, shaped_tensors = [n for n, _ in shaped], [t for _, t in shaped]
+
+        def guard(what: str, names: list[str], tensors: list[Tensor], read: Callable) -> Guard:
+            def explain(baked: list, now: list) -> str:
+                i = _first_difference(baked, now)
+                values = "" if what == "address" else f": {baked[i]} -> {now[i]}"
+                return f"{what} of tensor {names[i]} changed{values}"
+
+            return Guard(f"tensor {what}", lambda: list(map(read, tensors)), explain)
+
+        return [
+            guard("address", names, tensors, Tensor.data_ptr),
+            guard("dtype", names, tensors, attrgetter("dtype")),
+            guard("requires_grad", names, tensors, attrgetter("requires_grad")),
+            guard("strides", shaped_names, shaped_tensors, Tensor.stride),
+        ]
+
+
+def _from_to(name: str) -> Callable[[object, object], str]:
+    return lambda baked, now: f"{name}: {baked} -> {now}"
+
+
+def _first_difference(baked: list, now: list) -> int:
+    return next((i for i, (a, b) in enumerate(zip(baked, now, strict=False)) if a != b), min(len(baked), len(now)))

@@ -1,0 +1,57 @@
+"""What an extra pass through a network moves besides its results: buffers and random-number generators."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class NetworkState:
+    """A copy of a module's buffers and of every generator a forward may draw from (Python, NumPy, CPU, CUDA)."""
+
+    buffers: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
+    generators: tuple
+
+    @classmethod
+    def take(cls, module: nn.Module, device: torch.device) -> NetworkState:
+        buffers = tuple(module.buffers())
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        generators = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, device)
+        return cls(buffers, tuple(buffer.detach().clone() for buffer in buffers), generators)
+
+    def restore(self) -> None:
+        """Write the copy back in place: addresses stay, and recorded work keeps finding its buffers."""
+        with torch.no_grad():
+            for buffer, saved in zip(self.buffers, self.saved, strict=True):
+                buffer.copy_(saved)
+        python, numpy, cpu, cuda, device = self.generators
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors hold the same bytes; NaN equals itself, zeros of other sign differ."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(as_bytes(a), as_bytes(b))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the raw bytes of a tensor in logical (row-major) order, on its device."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference of two tensors of one shape, in double precision."""
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
