@@ -2,7 +2,8 @@
 
 ``python -m detgraph.cfg.demo FOLDER`` draws it; nothing is downloaded. Every picture comes from a random generator of
 its own, keyed by seed, split and index, and is drawn with integer arithmetic: the same seed gives the same pixels and
-labels on every machine, and the global random state is neither read nor moved.
+labels on every machine, for as long as NumPy keeps its generators' streams. The global random state is neither read
+nor moved.
 """
 
 from __future__ import annotations
@@ -33,28 +34,26 @@ def draw_demo(folder: str | Path, seed: int = 0) -> Path:
     """
     folder = Path(folder)
     seal, text = folder / "data.yaml", _description(seed)
-    expected = {f for split, count in SPLITS.items() for i in range(count) for f in _files(split, i)}
-    if (
-        not seal.is_file()
-        or seal.read_text(encoding="utf-8") != text
-        or not all((folder / f).is_file() for f in expected)
-    ):
-        _refuse_strangers(folder, expected)
-        seal.unlink(missing_ok=True)
-        for cache in folder.glob("labels/*.cache"):  # upstream recognises labels by path and size, not by content
-            cache.unlink()
-        for split, count in SPLITS.items():
-            for name in ("images", "labels"):
-                (folder / name / split).mkdir(parents=True, exist_ok=True)
-            for i in range(count):
-                image, labels = draw_image(seed, split, i)
-                picture, note = (folder / f for f in _files(split, i))
-                if not cv2.imwrite(str(picture), image):
-                    raise OSError(f"cannot write {picture}")
-                note.write_text("".join(f"{c} {x:.6f} {y:.6f} {w:.6f} {h:.6f}\n" for c, x, y, w, h in labels))
-        draft = seal.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(seal)
+    samples = [(split, index, *_files(split, index)) for split, count in SPLITS.items() for index in range(count)]
+    expected = {file for _, _, *files in samples for file in files}
+    if seal.is_file() and seal.read_text(encoding="utf-8") == text and all((folder / f).is_file() for f in expected):
+        return seal
+
+    _refuse_strangers(folder, expected)
+    seal.unlink(missing_ok=True)
+    for cache in folder.glob("labels/*.cache"):  # upstream recognises labels by path and size, not by content
+        cache.unlink()
+    for split, index, picture, note in samples:
+        for parent in (picture.parent, note.parent):
+            (folder / parent).mkdir(parents=True, exist_ok=True)
+        image, labels = draw_image(seed, split, index)
+        if not cv2.imwrite(str(folder / picture), image):
+            raise OSError(f"cannot write {folder / picture}")
+        lines = (f"{c} {x:.6f} {y:.6f} {w:.6f} {h:.6f}\n" for c, x, y, w, h in labels)
+        (folder / note).write_text("".join(lines), encoding="utf-8")
+    draft = seal.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(seal)
     return seal
 
 
@@ -72,9 +71,8 @@ def draw_image(seed: int, split: str, index: int) -> tuple[np.ndarray, list[tupl
             np.maximum(abs(dx), abs(dy)) <= r,
             (dy <= r) & (2 * abs(dx) <= dy + r),
         )[shape]
-        image[inside] = rng.permutation(
-            (rng.integers(*BRIGHT, endpoint=True), *rng.integers(0, 256, 2))
-        ) + rng.integers(-12, 13, (inside.sum(), 3))
+        colour = rng.permutation((rng.integers(*BRIGHT, endpoint=True), *rng.integers(0, 256, 2)))
+        image[inside] = colour + rng.integers(-12, 13, (inside.sum(), 3))
         side = (2 * r + 1) / SIZE  # all three shapes touch all four sides of their box
         labels.append((int(shape), (cx + 0.5) / SIZE, (cy + 0.5) / SIZE, side, side))
     return image.clip(0, 255).astype(np.uint8), labels

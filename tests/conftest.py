@@ -1,0 +1,43 @@
+"""What every test may count on: no network, no user settings, no display, and a readable answer about the GPU."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import helpers
+
+# Upstream reads these once, at import; child processes inherit them. So they are set before any test module is loaded.
+os.environ["YOLO_OFFLINE"] = "true"
+os.environ["YOLO_CONFIG_DIR"] = tempfile.mkdtemp(prefix="detgraph-config-")
+os.environ["MPLBACKEND"] = "Agg"
+atexit.register(shutil.rmtree, os.environ["YOLO_CONFIG_DIR"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a `gpu` test, with the reason, where CUDA is missing; fail it where DETGRAPH_REQUIRE_GPU=1 promised one."""
+    if item.get_closest_marker("gpu") and (reason := helpers.missing_gpu()):
+        if os.environ.get("DETGRAPH_REQUIRE_GPU") == "1":
+            pytest.fail(f"DETGRAPH_REQUIRE_GPU=1, but {reason}", pytrace=False)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """Return the folder of the real data sets (DETGRAPH_DATA, by default beside the repository) or skip."""
+    root = Path(os.environ.get("DETGRAPH_DATA") or helpers.ROOT.parent / "shared" / "data").resolve()
+    if not root.is_dir():
+        pytest.skip(f"no data sets at {root}: set DETGRAPH_DATA to their folder")
+    return root
+
+
+@pytest.fixture(scope="session")
+def make_dataset():
+    """Return `helpers.make_dataset`, which child processes import without pytest."""
+    return helpers.make_dataset

@@ -1,0 +1,129 @@
+"""The wheel, as a user gets it: it holds what the tree holds, and works where neither tree nor editable install is.
+
+The wheel is built from a copy of the tree, so that no build folder of an earlier state can fill it up, and installed
+into a fresh environment that borrows the running one's dependencies. Everything runs offline.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+
+FOLDERS = ("cfg", "models", "trainer", "patches")
+IGNORED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run `command` outside the tree's influence and return its output; a failure shows all of it."""
+    env = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Build the wheel from a copy of the tree."""
+    work = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, work / "tree", ignore=IGNORED)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "pip", "wheel", *options, "-w", work / "dist", work / "tree", cwd=work)
+    (built,) = (work / "dist").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """Return the interpreter of a fresh environment with the wheel in it and nothing else of ours."""
+    home = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(home, symlinks=True, with_pip=False)
+    interpreter = home / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check"]
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=home)
+    # A .pth line adds a folder behind the environment's own, without running that folder's .pth files: the dependencies
+    # are found, the finder of an editable detgraph is not. It comes last, lest pip take that one for installed here.
+    (site,) = home.glob("lib/python*/site-packages")
+    borrowed = [p for p in sys.path if Path(p).name in {"site-packages", "dist-packages"}]
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    return interpreter
+
+
+def test_contents_are_the_trees(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {n for n in archive.namelist() if not n.endswith("/")}
+    packed = {n for n in names if ".dist-info/" not in n}
+    tree = {
+        f"detgraph/{path.relative_to(ROOT).as_posix()}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
+    }
+    assert packed == tree
+    assert {path.rsplit(".", 1)[-1] for path in tree} <= {"py", "yaml", "detgraph/patches/series"}
+
+
+def test_every_package_of_the_tree_is_listed():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    listed = set(setup["options"]["packages"].split())
+    found = {
+        ".".join(("detgraph", *init.parent.relative_to(ROOT).parts))
+        for folder in FOLDERS
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert listed == found
+    mapped = re.findall(r"^detgraph\.(\S+) = (\S+)$", setup["options"]["package_dir"], re.M)
+    assert {name for name, folder in mapped if name.replace(".", "/") == folder} >= set(FOLDERS)
+
+
+def test_metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    assert re.search(r"^License(-Expression)?: AGPL-3\.0-or-later$", metadata, re.M)
+    assert re.search(r"^Requires-Dist: ultralytics", metadata, re.M)
+
+
+def test_every_module_imports_from_the_wheel(python, wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        files = [n for n in archive.namelist() if n.startswith("detgraph/") and n.endswith(".py")]
+    modules = sorted({n.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for n in files})
+    modules = [m for m in modules if not m.endswith("__main__")]
+    code = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__file__)"
+    for line in run(python, "-c", code, *modules, cwd=tmp_path).splitlines():
+        assert Path(line).is_relative_to(python.parent.parent), f"{line} is not the wheel's"
+
+
+def test_folder_names_are_not_top_level_modules(python, tmp_path):
+    code = "import importlib.util, sys; print([n for n in sys.argv[1:] if importlib.util.find_spec(n)])"
+    assert run(python, "-c", code, *FOLDERS, cwd=tmp_path).strip() == "[]"
+
+
+def test_data_files_are_found(python, tmp_path):
+    run(python, "-m", "detgraph.cfg.demo", "demo", cwd=tmp_path)
+    code = (
+        "from importlib.resources import files; import detgraph.cfg, detgraph.patches\n"
+        "assert (files('detgraph.cfg') / 'recipes' / 'demo.yaml').is_file()\n"
+        "assert (files('detgraph.patches') / 'series').is_file()"
+    )
+    run(python, "-c", code, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("yolo", "version"), ("detgraph", "patches"), ("python", "-m", "detgraph.trainer", "version")],
+    ids=" ".join,
+)
+def test_scripts_run(python, tmp_path, command):
+    assert run(python.parent / command[0], *command[1:], cwd=tmp_path).strip()
