@@ -3,7 +3,8 @@
 It records the operations that a pass dispatches, below autograd and autocast, and replays them on the very tensors
 they used: so it keeps every aliasing rule of a CUDA graph. Addresses are baked in, with Python attributes, modes,
 scalars and ``requires_grad``; hooks of modules do not run again; outputs and gradients are overwritten by the next
-replay; recording runs the network for real and so moves buffers and generators. What would wait for the device
+replay, and gradients already by the next forward, since a pool reuses what a backward frees for what it returns;
+recording runs the network for real and so moves buffers and generators. What would wait for the device
 (reading a value on the host) cannot be recorded. It models no streams, memory pools or kernels.
 """
 
@@ -28,6 +29,7 @@ class EmulatedTape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple] = []
+        self.later_results: list[Tensor] = []
         self.released = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -48,6 +50,8 @@ class EmulatedTape(TorchDispatchMode):
         below = torch._C._AutoDispatchBelowAutograd()
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                for tensor in self.later_results:
+                    tensor.fill_(float("nan"))
                 for func, args, kwargs, leaves, fresh in self.calls:
                     result = func(*args, **kwargs)
                     again = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -59,6 +63,7 @@ class EmulatedTape(TorchDispatchMode):
 
     def release(self) -> None:
         self.calls = []
+        self.later_results = []
         self.released = True
 
 
@@ -68,8 +73,10 @@ class EmulatingRecorder:
     def __init__(self) -> None:
         self.recorded = 0
         self.fail_with: BaseException | None = None
+        self._tapes: list[EmulatedTape] = []
 
     def session(self):
+        self._tapes = []
         return nullcontext()
 
     def capture(self, run: Callable[[], T]) -> tuple[T, EmulatedTape]:
@@ -79,6 +86,9 @@ class EmulatingRecorder:
         tape = EmulatedTape()
         with tape:
             result = run()
+        for earlier in self._tapes:
+            earlier.later_results += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._tapes.append(tape)
         self.recorded += 1
         return result, tape
 

@@ -63,7 +63,7 @@ def neutral_environment() -> Iterator[None]:
 
 
 def build_trainer(device: torch.device, callbacks: list[pl.Callback]) -> pl.Trainer:
-    """Return a Lightning trainer that runs batches on ``device`` and does nothing else; call it inside the two contexts."""
+    """Return a Lightning trainer that runs batches on ``device`` and nothing else; build it inside the two contexts."""
     import lightning.pytorch as pl
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.accelerators import Accelerator

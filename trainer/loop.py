@@ -226,10 +226,13 @@ class LightningDetectionTrainer(DetectionTrainer):
             )
 
     def _close_report(self) -> None:
-        """Write ``capture.json`` and log the summary; a fit that did not ask for the capture leaves neither."""
+        """Write ``capture.json`` and log the summary; a fit that did not ask for the capture leaves neither.
+
+        A resumed fit that was told to leave the capture out still replaces the file, which would answer for it later.
+        """
         self.capture_report.stop()
-        if not self.capture.enabled:
-            return
-        LOGGER.info(self.capture_report.summary())
-        if RANK in {-1, 0} and self.save_dir.exists():
-            self.capture_report.write(self.save_dir / FILE_NAME)
+        file = self.save_dir / FILE_NAME
+        if self.capture.enabled:
+            LOGGER.info(self.capture_report.summary())
+        if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or file.exists()):
+            self.capture_report.write(file)

@@ -85,7 +85,12 @@ class GraphedNetworkStep(EagerNetworkStep):
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, shape: tuple[int, ...], options: CaptureOptions, report: CaptureReport
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        shape: tuple[int, ...],
+        options: CaptureOptions,
+        report: CaptureReport,
     ) -> None:
         super().__init__(model, report, "")
         self.network = unwrap_model(model)
@@ -141,6 +146,7 @@ class GraphedNetworkStep(EagerNetworkStep):
         recording = self.recording
         if self.options.verify:
             self._before = NetworkState.take(self.network, images.device)
+        self._protect_gradients()
         recording.input.copy_(images)
         self._serial += 1
         self._awaiting_backward = True
@@ -171,17 +177,17 @@ class GraphedNetworkStep(EagerNetworkStep):
                 "the objective uses other outputs of the network than when it was recorded; "
                 "train with capture_network=False"
             )
-        self._protect_gradients()
         with torch.no_grad():
-            torch._foreach_copy_(recording.output_gradients, [gradient for gradient in incoming if gradient is not None])
+            torch._foreach_copy_(recording.output_gradients, [g for g in incoming if g is not None])
         recording.backward()
         return [None if gradient is None else gradient.detach() for gradient in recording.gradients]
 
     def _protect_gradients(self) -> None:
-        """Move live gradients that autograd adopted from the recording to storage of their own.
+        """Move live gradients that autograd adopted from the recording to storage of their own, before a forward.
 
-        The replay that follows overwrites them before it adds to them. The second set is kept and reused, so a
-        window of accumulation pays one copy; a gradient that it cannot serve is cloned.
+        A replayed backward overwrites them before it adds to them, and already the forward may: memory that a
+        recorded backward frees as it goes holds activations first and gradients later. The second set is kept and
+        reused, so a window of accumulation pays one copy; a gradient that it cannot serve gets a new tensor.
         """
         live = {p: _address(p.grad) for p in self.network.parameters() if p.grad is not None}
         if not live:
@@ -260,6 +266,7 @@ class GraphedNetworkStep(EagerNetworkStep):
         reproduce itself from a wrong replay.
         """
         started = time.perf_counter()
+        self.recorder.settle()  # the observed step's memory goes back before the same again is taken on another stream
         with self.recorder.session(), parameter_aliases(self.network) as aliases:
             expected = self._run(recording, before, lambda: recording.eager(aliases))
             control = self._run(recording, before, lambda: recording.eager(aliases))

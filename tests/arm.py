@@ -1,0 +1,179 @@
+"""One arm of a comparison: a process that runs fits on request, by one loop only, and answers with digests.
+
+`python tests/arm.py stock` cannot import detgraph or lightning and insists on upstream's own trainer class;
+`ours` and `emulated` run `LightningDetectionTrainer`, eagerly or replaying through the emulating recorder. A request
+is a line of JSON on standard input: {"args": upstream's arguments, "perturb": [[name, arguments], ...], "out": file};
+the answer is written to the file. Every arm applies perturbations and observes at the same places.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import logging
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import perturbations
+
+HERE = Path(__file__).resolve().parent
+
+
+class Banned(importlib.abc.MetaPathFinder):
+    """Refuses our package and Lightning, so that the stock arm is stock beyond doubt."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"detgraph", "lightning", "pytorch_lightning"}:
+            raise ImportError(f"{name} is banned in the stock arm")
+        return None
+
+
+def load_digests():
+    spec = importlib.util.spec_from_file_location("arm_digests", HERE.parent / "trainer" / "digests.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Log(logging.Handler):
+    """Collects what upstream's logger says during one fit."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def normalised(lines: list[str], folder: str) -> list[str]:
+    """Take out what differs between any two runs: the arm's folder, durations, the shared data set's label cache."""
+    lines = [line for line in lines if not re.search("New cache created|Fast image access|Slow image access", line)]
+    text = "\n".join(line.rstrip() for line in lines).replace(folder, "ARM")
+    text = re.sub(r"[\d.]+(ms|s| hours)\b", r"TIME\1", text)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return text.split("\n")
+
+
+class Observer:
+    """Watches one trainer from outside, the same way in every arm, without subclassing it."""
+
+    def __init__(self, trainer, digests) -> None:
+        self.trainer, self.digests = trainer, digests
+        self.events: list[str] = []
+        self.losses: list[list[str]] = []
+        self.gradients: list[str] = []
+        self.images: list[str] = []
+        step, run, prepare = trainer.optimizer_step, trainer.run_callbacks, trainer.preprocess_batch
+
+        def optimizer_step():
+            self.gradients.append(digests.gradients(trainer.model))
+            step()
+
+        def run_callbacks(event):
+            self.events.append(event)
+            if event == "on_train_batch_end":
+                items = [trainer.loss, *trainer.loss_items.values()]
+                self.losses.append([float(item.detach()).hex() for item in items])
+            run(event)
+
+        def preprocess_batch(batch):
+            batch = prepare(batch)
+            self.images.append(digests.digest(batch["img"]))
+            return batch
+
+        trainer.optimizer_step = optimizer_step
+        trainer.run_callbacks = run_callbacks
+        trainer.preprocess_batch = preprocess_batch
+
+    def result(self) -> dict:
+        trainer, digests = self.trainer, self.digests
+        result = {
+            "type": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            "events": self.events,
+            "losses": self.losses,
+            "gradients": self.gradients,
+            "images": self.images,
+            "batch_size": trainer.batch_size,
+            "epochs": trainer.epochs,
+            "folder": str(trainer.save_dir),
+            "files": sorted(str(p.relative_to(trainer.save_dir)) for p in trainer.save_dir.rglob("*") if p.is_file()),
+        }
+        if trainer.optimizer is not None and trainer.ema is not None:
+            result["digests"] = digests.fit_digests(trainer)
+        if trainer.csv.exists():
+            rows = [row.split(",") for row in trainer.csv.read_text().splitlines()]
+            result["csv"] = [row[:1] + row[2:] for row in rows]  # the second column is time
+        if getattr(trainer, "loop_state", None) is not None:
+            result["micro_batches"] = trainer.loop_state.micro_batches
+        if getattr(trainer, "capture_report", None) is not None:
+            result["report"] = trainer.capture_report.to_dict()
+        return result
+
+
+def run(kind: str, request: dict, digests) -> dict:
+    from ultralytics.utils import LOGGER
+
+    log = Log()
+    LOGGER.addHandler(log)
+    observer, error = None, None
+    try:
+        with perturbations.active(request.get("perturb", [])) as perturb:
+            trainer = make_trainer(kind, request["args"], perturb.callbacks)
+            observer = Observer(trainer, digests)
+            perturb.attach(trainer)
+            trainer.train()
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+        if request.get("show_errors"):
+            traceback.print_exc()
+    finally:
+        LOGGER.removeHandler(log)
+    result = observer.result() if observer else {}
+    return {**result, "log": normalised(log.lines, str(Path.cwd())), "error": error}
+
+
+def make_trainer(kind: str, args: dict, callbacks: dict):
+    from ultralytics.models.yolo.detect import DetectionTrainer
+    from ultralytics.utils.callbacks import get_default_callbacks
+
+    events = get_default_callbacks()
+    for event, functions in callbacks.items():
+        events[event] = events[event] + functions
+    if kind == "stock":
+        trainer = DetectionTrainer(overrides=dict(args), _callbacks=events)
+        assert type(trainer) is DetectionTrainer
+        return trainer
+    from detgraph.trainer import LightningDetectionTrainer
+
+    if kind == "emulated":
+        from emulator import EmulatingRecorder
+
+        args = {"capture_network": True, **args}
+    trainer = LightningDetectionTrainer(overrides=dict(args), _callbacks=events)
+    trainer.recorder = EmulatingRecorder() if kind == "emulated" else None
+    return trainer
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    if kind == "stock":
+        sys.meta_path.insert(0, Banned())
+    import torch
+
+    torch.set_num_threads(1)
+    digests = load_digests()
+    for line in sys.stdin:
+        request = json.loads(line)
+        result = run(kind, request, digests)
+        part = Path(request["out"] + ".part")
+        part.write_text(json.dumps(result))
+        part.replace(request["out"])
+        print("done", flush=True, file=sys.__stderr__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Data sets and arms that all parity tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from arms import Arm
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory, make_dataset) -> dict[str, str]:
+    """Return data sets of 64 px pictures by name: even and odd numbers of batches, a tail of one, background only."""
+    folder = tmp_path_factory.mktemp("data")
+    made = {
+        "eight": make_dataset(folder / "eight", 8, 4),
+        "seven": make_dataset(folder / "seven", 7, 4),
+        "nine": make_dataset(folder / "nine", 9, 4),
+        "background": make_dataset(folder / "background", 8, 4, empty=range(1, 8)),
+    }
+    return {name: str(path) for name, path in made.items()}
+
+
+@pytest.fixture(scope="session")
+def stock_arm() -> Arm:
+    return Arm("stock")
+
+
+@pytest.fixture(scope="session")
+def our_arm() -> Arm:
+    return Arm("ours")
+
+
+@pytest.fixture(scope="session")
+def emulated_arm() -> Arm:
+    return Arm("emulated")
+
+
+BASE = {
+    "model": "yolo26n.yaml",
+    "imgsz": 64,
+    "batch": 2,
+    "epochs": 3,
+    "optimizer": "MuSGD",
+    "seed": 0,
+    "deterministic": True,
+    "workers": 0,
+    "plots": False,
+    "warmup_epochs": 0,
+    "nbs": 2,
+    "pretrained": False,
+    "device": "cpu",
+    "close_mosaic": 0,
+}

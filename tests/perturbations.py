@@ -1,0 +1,151 @@
+"""What a parity case does to a fit besides its arguments: the same in every arm, without knowing which arm it is.
+
+Each function takes the case's arguments and a `Perturb`; it may add callbacks, replace something of torch or upstream
+for the length of the fit, or touch the trainer. No detgraph, no lightning in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+
+class Perturb:
+    """Callbacks and clean-ups of one case."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callable]] = {}
+        self.stack = contextlib.ExitStack()
+        self.on_trainer: list[Callable] = []
+
+    def on(self, event: str, function: Callable) -> None:
+        self.callbacks.setdefault(event, []).append(function)
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+        self.stack.callback(setattr, owner, name, original)
+
+    def attach(self, trainer) -> None:
+        for function in self.on_trainer:
+            function(trainer)
+
+
+@contextlib.contextmanager
+def active(wanted: list) -> Iterator[Perturb]:
+    perturb = Perturb()
+    with perturb.stack:
+        for name, arguments in wanted:
+            globals()[name](perturb, **arguments)
+        yield perturb
+
+
+def workers(perturb: Perturb, count: int) -> None:
+    """Loader workers on a CPU, where upstream sets none."""
+    perturb.on("on_pretrain_routine_start", lambda trainer: setattr(trainer.args, "workers", count))
+
+
+def scaler(perturb: Perturb, scale: float) -> None:
+    """A gradient scaler on the CPU; a scale beyond the range of floats overflows until it has halved enough."""
+    import torch
+
+    def install(trainer):
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=4)
+
+    perturb.on("on_pretrain_routine_end", install)
+
+
+def fused_adamw(perturb: Perturb) -> None:
+    """The fused optimizer that upstream uses on CUDA only."""
+    import torch
+
+    def install(trainer):
+        keep = ("params", "lr", "betas", "weight_decay", "eps", "param_group")
+        groups = [{k: v for k, v in g.items() if k in keep} for g in trainer.optimizer.param_groups]
+        trainer.optimizer = torch.optim.AdamW(groups, fused=True)
+        trainer._setup_scheduler()
+        trainer.scheduler.last_epoch = trainer.start_epoch - 1
+
+    perturb.on("on_pretrain_routine_end", install)
+
+
+def nan_loss(perturb: Perturb, epochs: list[int]) -> None:
+    """The loss of the last batch of an epoch reads as NaN, once for each time the epoch is named."""
+    left = list(epochs)
+
+    def poison(trainer):
+        if trainer.epoch in left:
+            left.remove(trainer.epoch)
+            trainer.loss = trainer.loss.detach() * float("nan")
+
+    perturb.on("on_train_epoch_end", poison)
+
+
+def nan_weight(perturb: Perturb, epoch: int) -> None:
+    """One weight turns NaN at the first batch of an epoch, once: outputs, gradients and buffers follow."""
+    state = {"done": False}
+
+    def poison(trainer):
+        if trainer.epoch == epoch and not state["done"]:
+            state["done"] = True
+            trainer.model.model[2].cv1.conv.weight.data.view(-1)[0] = float("nan")
+
+    perturb.on("on_train_batch_start", poison)
+
+
+def out_of_memory(perturb: Perturb, call: int) -> None:
+    """The objective raises out-of-memory at its n-th call, after the network's forward."""
+    from ultralytics.utils.loss import E2ELoss
+
+    original, count = E2ELoss.__call__, {"n": 0}
+
+    def objective(self, preds, batch):
+        count["n"] += 1
+        if count["n"] == call:
+            raise RuntimeError("CUDA out of memory. Injected by a test.")
+        return original(self, preds, batch)
+
+    perturb.replace(E2ELoss, "__call__", objective)
+
+
+def clock(perturb: Perturb, seconds: float) -> None:
+    """Time stands still but for so many seconds a batch: `time=` becomes a function of the steps."""
+    state = {"now": time.time()}
+    perturb.on("on_train_batch_start", lambda trainer: state.update(now=state["now"] + seconds))
+    perturb.replace(time, "time", lambda: state["now"])
+
+
+def no_improvement(perturb: Perturb) -> None:
+    """The best fitness is already there, so patience runs out."""
+
+    def settle(trainer):
+        trainer.stopper.best_fitness, trainer.stopper.best_epoch = 1.0, 1
+
+    perturb.on("on_train_start", settle)
+
+
+def stop_at(perturb: Perturb, batch: int) -> None:
+    """Somebody sets ``trainer.stop`` in a batch."""
+    state = {"n": 0}
+
+    def count(trainer):
+        state["n"] += 1
+        if state["n"] == batch:
+            trainer.stop = True
+
+    perturb.on("on_train_batch_end", count)
+
+
+def raise_at(perturb: Perturb, event: str, number: int, error: str) -> None:
+    """A callback raises at the n-th time of an event."""
+    import builtins
+
+    state = {"n": 0}
+
+    def count(trainer):
+        state["n"] += 1
+        if state["n"] == number:
+            raise getattr(builtins, error)("injected")
+
+    perturb.on(event, count)
