@@ -1,13 +1,15 @@
-"""The gate: stages in order, red ends it, and the table tells."""
+"""The gate: stages in order, red ends it, and the table tells. And what conftest promises about GPU tests."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import gate
 import pytest
+
+import gate
 from helpers import ROOT
 
 
@@ -52,7 +54,35 @@ def test_stages_use_the_named_environment(venv):
 
 
 def test_make_help_lists_every_target():
-    out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     listed = {line.split()[0] for line in out.splitlines()}
     phony = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:"))
     assert listed == set(phony.removeprefix(".PHONY:").split())
+
+
+@pytest.mark.parametrize("required, said", [("0", "1 skipped"), ("1", "1 error")])
+def test_gpu_tests_skip_or_fail_with_a_reason(tmp_path, required, said):
+    test = tmp_path / "test_it.py"
+    test.write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    pass\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        tmp_path,
+        "-p",
+        "conftest",
+        test,
+    ]
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "DETGRAPH_REQUIRE_GPU": required,
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
+    out = subprocess.run([*command, test], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+    assert said in out.splitlines()[-1] and "no CUDA device (torch" in out, out

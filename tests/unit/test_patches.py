@@ -92,6 +92,9 @@ def test_apply_and_revert_restore_the_very_object():
     assert wrapper is not STOCK_TRAIN
     patches.apply()
     assert Model.train is wrapper
+    for patch in patches.series():
+        patch.apply()
+    assert Model.train is wrapper
     patches.revert()
     assert Model.train is STOCK_TRAIN
     patches.revert()
@@ -384,12 +387,20 @@ def test_several_data_sets_without_a_word_stay_upstreams(data):
     assert call.trainer is None
 
 
-def test_one_warning_and_no_second_route_when_the_patch_is_applied_too(data, tmp_path, warnings_logged):
+@pytest.mark.parametrize(
+    ("kwargs", "warnings"), [({}, 1), ({"capture_network": True}, 1), ({"capture_network": False}, 0)]
+)
+def test_no_second_route_when_the_patch_is_applied_too(data, tmp_path, warnings_logged, kwargs, warnings):
+    """The command line asked for the capture, too: a second pass would read that again, and over the arguments."""
     patches.apply()
-    asked = {"trainer": DetectionTrainer, "capture_network": True}
-    (trainer,) = started(YOLO("yolo26n.yaml"), data=data, project=str(tmp_path / "runs"), **asked)
+    token = route_train.ambient_options.set(ON)
+    try:
+        asked = {"trainer": DetectionTrainer, "data": data, "project": str(tmp_path / "runs"), **kwargs}
+        (trainer,) = started(YOLO("yolo26n.yaml"), **asked)
+    finally:
+        route_train.ambient_options.reset(token)
     assert type(trainer) is DetectionTrainer
-    assert len([text for text in warnings_logged if "not in force" in text]) == 1
+    assert len([text for text in warnings_logged if "not in force" in text]) == warnings
 
 
 # The subclass ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+# Everything runs in a virtual environment of its own: VENV says where, PYTHON which interpreter makes it.
+PYTHON ?= python3
+VENV ?= .venv
+RUNS := $(CURDIR)/runs
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.detgraph-installed
+
+# Upstream keeps its settings, and the place of its run folders, per user: ours stay in this clone and leave those alone.
+export YOLO_OFFLINE := true
+export YOLO_CONFIG_DIR := $(RUNS)/config
+
+.DEFAULT_GOAL := help
+.PHONY: help venv install demo lint format test test-all test-gpu gate clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP)  ## make the virtual environment and install detgraph with its tools; no-op when up to date
+
+$(STAMP): setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet -e '.[dev]'
+	touch $@
+
+install:  ## install this tree into the active environment (PYTHON), without the tools
+	$(PYTHON) -m pip install .
+
+demo: venv  ## draw the demo data set and train on it with capture_network=True: about two minutes without a GPU
+	$(BIN)/python -m detgraph.cfg.demo $(RUNS)/demo-data
+	$(BIN)/yolo train model=yolo26n.yaml data=$(RUNS)/demo-data/data.yaml cfg=cfg/recipes/demo.yaml \
+		capture_network=True project=$(RUNS) name=demo
+
+lint: venv  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv  ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: venv  ## the tests that end within minutes; GPU tests skip, with a reason, where there is none
+	$(BIN)/pytest -m "not slow"
+
+test-all: venv  ## all tests, the slow ones too
+	$(BIN)/pytest
+
+test-gpu: venv  ## the GPU tests; without a GPU they fail instead of skipping
+	DETGRAPH_REQUIRE_GPU=1 $(BIN)/pytest -m gpu
+
+gate:  ## what a commit has to pass: install, lint, tests with the wheel's; stops at the first red
+	$(PYTHON) tests/gate.py --venv $(VENV)
+
+clean:  ## remove the virtual environment, runs, caches and build outputs
+	rm -rf $(VENV) $(RUNS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .ci/venv.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
