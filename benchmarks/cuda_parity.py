@@ -1,0 +1,193 @@
+"""Bits on CUDA: eager against replay, beside an eager-against-eager control, for every precision and layout.
+
+    python benchmarks/cuda_parity.py DATA.yaml [--steps 12] [--json FILE] [--cases TEXT]
+
+All arms of a case start from one saved state, in one process, over the same batches, and run the training step itself
+(preprocessing, network, objective, backward, optimizer, EMA). Compared are the losses of every step, the gradients
+after every backward, before clipping, and the final state by part. Prints a Markdown table; exits 1 on a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+
+from detgraph.cfg import CaptureOptions
+from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer import digests as d
+from detgraph.trainer.eligibility import nominal_shape
+from detgraph.trainer.loop import EpochBatches, LoopState
+from detgraph.trainer.module import DetectionModule
+from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
+from detgraph.trainer.recorders import CudaRecorder
+from detgraph.trainer.report import CaptureReport, environment
+
+CUDA = torch.cuda.is_available()
+AMP = {"fp32": False, "fp16": "fp16", "bf16": "bf16"}
+
+
+@dataclass
+class Case:
+    precision: str
+    channels_last: bool
+    batch: int
+    nbs: int
+    model: str = "yolo26n.yaml"
+
+    @property
+    def name(self) -> str:
+        layout = "channels_last" if self.channels_last else "contiguous"
+        return f"{Path(self.model).stem} {self.precision} {layout} batch {self.batch} nbs {self.nbs}"
+
+
+@dataclass
+class Result:
+    losses: list = field(default_factory=list)
+    gradients: list = field(default_factory=list)
+    state: dict = field(default_factory=dict)
+    step_ms: float = 0.0
+    reserved: int = 0
+    allocated: int = 0
+    report: dict = field(default_factory=dict)
+
+    def differences(self, other: Result) -> list[str]:
+        parts = [name for name in self.state if self.state[name] != other.state[name]]
+        return parts + [name for name in ("losses", "gradients") if getattr(self, name) != getattr(other, name)]
+
+
+class Bench:
+    """One trainer, set up by upstream, whose state can be put back and whose steps can be run by any network step."""
+
+    def __init__(self, case: Case, data: str, steps: int) -> None:
+        overrides = {
+            "model": case.model, "data": data, "batch": case.batch, "nbs": case.nbs, "amp": AMP[case.precision],
+            "channels_last": case.channels_last, "optimizer": "MuSGD", "pretrained": False, "device": 0 if CUDA else "cpu", "plots": False,
+            "workers": 0, "seed": 0, "deterministic": True, "verbose": False, "project": mkdtemp(), "epochs": 100,
+            "warmup_epochs": 0 if case.nbs == case.batch else steps / (256 / case.batch),
+        }  # fmt: skip
+        self.case, self.steps = case, steps
+        self.trainer = t = LightningDetectionTrainer(overrides=overrides)
+        t._setup_train()
+        loader = iter(t.train_loader)
+        self.batches = [next(loader) for _ in range(steps)]
+        t._model_train()
+        self.nominal_accumulate = t.accumulate
+        self.saved = deepcopy((t.model.state_dict(), t.optimizer.state_dict(), t.scaler.state_dict()))
+        self.ema = deepcopy(t.ema.ema.state_dict())
+
+    def restore(self) -> None:
+        t = self.trainer
+        model, optimizer, scaler = deepcopy(self.saved)
+        t.model.load_state_dict(model)
+        t.optimizer.load_state_dict(optimizer)
+        t.optimizer.state.clear()
+        t.scaler.load_state_dict(scaler)
+        t.ema.ema.load_state_dict(self.ema)
+        t.ema.updates = 0
+        t.accumulate = self.nominal_accumulate
+        t.optimizer.zero_grad()
+        t.tloss = t.loss = t.loss_items = None
+        torch.manual_seed(0)
+
+    def run(self, replay: bool, verify: bool = False) -> Result:
+        t, result = self.trainer, Result()
+        self.restore()
+        if CUDA:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        report = t.capture_report = CaptureReport(CaptureOptions(capture_network="verify" if verify else True))
+        if replay:
+            t.network_step = GraphedNetworkStep(t.model, recorder(t.device), nominal_shape(t), report.options, report)
+        else:
+            t.network_step = EagerNetworkStep(t.model, report, "eager arm")
+        batches = len(t.train_loader)
+        state = LoopState(0, batches, t._get_warmup_iterations(batches), self.nominal_accumulate, True)
+        module = DetectionModule(t, state, EpochBatches(t))
+        times = []
+        for i, batch in enumerate(self.batches):
+            batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            synchronize()
+            started = time.perf_counter()
+            module.on_train_batch_start(batch, i)
+            module.backward(module.training_step(batch, i))
+            synchronize()
+            paused = time.perf_counter()
+            result.gradients.append(d.gradients(t.model))
+            resumed = time.perf_counter()
+            module.optimizer_step(0, i, None, lambda: None)
+            synchronize()
+            times.append(time.perf_counter() - resumed + paused - started)
+            result.losses.append(d.digest(t.loss.detach(), t.loss_items))
+        result.step_ms = 1e3 * sorted(times)[len(times) // 2]
+        if CUDA:
+            result.reserved, result.allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        result.state = d.fit_digests(t)
+        t.network_step.drop("arm ended")
+        result.report = report.to_dict()
+        return result
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def recorder(device: torch.device):
+    """Return the device's recorder; on a CPU the emulating one, to try the script (PYTHONPATH=tests)."""
+    if CUDA:
+        return CudaRecorder(device)
+    from emulator import EmulatingRecorder
+
+    return EmulatingRecorder()
+
+
+def cases() -> list[Case]:
+    grid = itertools.product(AMP, (False, True), (4, 16), (0, 64))
+    return [Case(precision, layout, batch, nbs or batch) for precision, layout, batch, nbs in grid]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cases", default="", help="only cases whose name contains this text")
+    args = parser.parse_args()
+    rows, failed = [], 0
+    print("| case | control | replay | replayed | eager ms | replay ms | reserved MiB eager / replay | record s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in cases():
+        if args.cases not in case.name:
+            continue
+        bench = Bench(case, args.data, args.steps)
+        eager, control, replay = bench.run(False), bench.run(False), bench.run(True)
+        wrong = {"control": eager.differences(control), "replay": eager.differences(replay)}
+        if replay.report["replayed"] < 0.9 * (args.steps - 1):
+            wrong["replay"].append(f"blocked: {replay.report['blocked']} {replay.report['eager']}")
+        failed += bool(wrong["replay"])
+        told = {name: "equal" if not parts else "DIFFERS: " + ", ".join(parts) for name, parts in wrong.items()}
+        print(
+            f"| {case.name} | {told['control']} | {told['replay']} | {replay.report['replayed']}/{args.steps} "
+            f"| {eager.step_ms:.1f} | {replay.step_ms:.1f} "
+            f"| {eager.reserved >> 20} / {replay.reserved >> 20} | {sum(replay.report['seconds'].values()):.2f} |",
+            flush=True,
+        )
+        rows.append({"case": case.name, "eager": asdict(eager), "control": told["control"], "replay": asdict(replay)})
+    print(f"\n{len(rows) - failed} of {len(rows)} cases equal; {json.dumps(environment())}")
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), "cases": rows}, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
