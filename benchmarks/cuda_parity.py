@@ -67,13 +67,25 @@ class Result:
 class Bench:
     """One trainer, set up by upstream, whose state can be put back and whose steps can be run by any network step."""
 
-    def __init__(self, case: Case, data: str, steps: int) -> None:
+    def __init__(self, case: Case, data: str, steps: int, **more) -> None:
         overrides = {
-            "model": case.model, "data": data, "batch": case.batch, "nbs": case.nbs, "amp": AMP[case.precision],
-            "channels_last": case.channels_last, "optimizer": "MuSGD", "pretrained": False, "device": 0 if CUDA else "cpu", "plots": False,
-            "workers": 0, "seed": 0, "deterministic": True, "verbose": False, "project": mkdtemp(), "epochs": 100,
+            "model": case.model,
+            "data": data,
+            "batch": case.batch,
+            "nbs": case.nbs,
+            "amp": AMP[case.precision],
+            "channels_last": case.channels_last,
+            "optimizer": "MuSGD",
+            "pretrained": False,
+            "device": 0 if CUDA else "cpu",
+            "plots": False,
+            "workers": 0,
+            "verbose": False,
+            "project": mkdtemp(),
+            "epochs": 100,
             "warmup_epochs": 0 if case.nbs == case.batch else steps / (256 / case.batch),
-        }  # fmt: skip
+            **more,
+        }
         self.case, self.steps = case, steps
         self.trainer = t = LightningDetectionTrainer(overrides=overrides)
         t._setup_train()
@@ -92,22 +104,24 @@ class Bench:
         t.optimizer.state.clear()
         t.scaler.load_state_dict(scaler)
         t.ema.ema.load_state_dict(self.ema)
-        t.ema.updates = 0
+        t.ema.updates, t.ema._pairs = 0, None
         t.accumulate = self.nominal_accumulate
         t.optimizer.zero_grad()
         t.tloss = t.loss = t.loss_items = None
         torch.manual_seed(0)
 
-    def run(self, replay: bool, verify: bool = False) -> Result:
+    def run(self, replay: bool, events: dict | None = None, **options) -> Result:
+        """Run the steps once; ``events`` maps a step to what is done to the trainer before it."""
         t, result = self.trainer, Result()
         self.restore()
         if CUDA:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        report = t.capture_report = CaptureReport(CaptureOptions(capture_network="verify" if verify else True))
+        options = CaptureOptions(**{"capture_network": True, **options})
+        report = t.capture_report = CaptureReport(options)
         if replay:
-            t.network_step = GraphedNetworkStep(t.model, recorder(t.device), nominal_shape(t), report.options, report)
+            t.network_step = GraphedNetworkStep(t.model, recorder(t.device), nominal_shape(t), options, report)
         else:
             t.network_step = EagerNetworkStep(t.model, report, "eager arm")
         batches = len(t.train_loader)
@@ -116,6 +130,8 @@ class Bench:
         times = []
         for i, batch in enumerate(self.batches):
             batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            if events and i in events:
+                events[i](t)
             synchronize()
             started = time.perf_counter()
             module.on_train_batch_start(batch, i)

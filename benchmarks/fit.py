@@ -33,11 +33,13 @@ class Clock:
         self.losses: list = []
         self.steps: list[float] = []
         self.allocated = self.reserved = 0
+        self.epochs: list[tuple[int, int]] = []
 
     def callbacks(self) -> dict:
         return {
             "on_train_start": [self.start],
             "on_train_batch_end": [self.step],
+            "on_train_epoch_end": [self.epoch],
             "on_train_end": [self.end],
         }
 
@@ -48,6 +50,12 @@ class Clock:
     def step(self, trainer) -> None:
         self.steps.append(time.perf_counter())
         self.losses.append([trainer.loss.detach(), *trainer.loss_items.values()])
+
+    def epoch(self, trainer) -> None:
+        import torch
+
+        if trainer.device.type == "cuda":
+            self.epochs.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
 
     def end(self, trainer) -> None:
         self.allocated, self.reserved = synchronize(trainer.device)
@@ -101,6 +109,7 @@ def main() -> None:
         "step_ms": {q: gaps[min(int(q / 100 * len(gaps)), len(gaps) - 1)] for q in (5, 25, 50, 75, 95)} if gaps else {},
         "peak_allocated": clock.allocated,
         "peak_reserved": clock.reserved,
+        "epoch_memory": clock.epochs,
         "digests": {"losses": d.digest([[float(x) for x in row] for row in clock.losses]), **d.fit_digests(trainer)},
         "report": report.to_dict() if report else None,
         "upstream_only": "detgraph" not in sys.modules and "lightning" not in sys.modules,
