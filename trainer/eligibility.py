@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from ultralytics.nn.modules import Detect
 from ultralytics.nn.tasks import DetectionModel
-from ultralytics.utils import RANK
+from ultralytics.utils import LOGGER, RANK
 from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
 from ultralytics.utils.torch_utils import is_qat, unwrap_model
 
@@ -98,6 +98,18 @@ def nominal_shape(trainer: LightningDetectionTrainer) -> tuple[int, ...]:
     return (loader.batch_size, trainer.data["channels"], height, width)
 
 
+def nominal_share(trainer: LightningDetectionTrainer) -> float:
+    """Return the share of an epoch's full batches that will have the nominal shape."""
+    dataset, stride, size = trainer.train_loader.dataset, trainer.stride, trainer.args.imgsz
+    if getattr(dataset, "rect", False):
+        shapes = [tuple(int(side) for side in shape) for shape in dataset.batch_shapes]
+        return max(map(shapes.count, shapes)) / len(shapes)
+    if scale := trainer.args.multi_scale:  # upstream draws a size uniformly and rounds it down to the stride
+        drawn = range(max(stride, int(size * (1.0 - scale))), int(size * (1.0 + scale) + stride))
+        return sum(one // stride * stride == size for one in drawn) / len(drawn)
+    return 1.0
+
+
 def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkStep, str | None]:
     """Return the network step of a fit, and why it is not the one that was asked for."""
     report = trainer.capture_report
@@ -107,4 +119,9 @@ def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkSt
         return EagerNetworkStep(trainer.model, report, blocker), blocker
     recorder = trainer.recorder or CudaRecorder(trainer.device)
     shape = nominal_shape(trainer)
+    if (share := nominal_share(trainer)) < 0.9:
+        LOGGER.warning(
+            f"capture_network: only batches of {shape[3]}x{shape[2]} are replayed, about {share:.0%} of the full ones; "
+            "the others train eagerly. A fixed size (multi_scale=0, rect=False) replays all of them."
+        )
     return GraphedNetworkStep(trainer.model, recorder, shape, trainer.capture, report), None

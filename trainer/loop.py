@@ -113,6 +113,14 @@ class LightningDetectionTrainer(DetectionTrainer):
         self.capture_report: CaptureReport | None = None
         self.network_step = None
 
+    def train(self) -> None:
+        """Train as upstream does. A subclass that replaced the loop is told that the capture had no part in it."""
+        super().train()
+        if self.capture_report is None and self.capture.enabled and not self.ddp:
+            self.capture_report = CaptureReport(self.capture)
+            self._say_not_in_force(f"{type(self).__qualname__} trains with a loop of its own")
+            self._close_report()
+
     def _do_train(self) -> None:
         """Run the fit: our loop, or upstream's own with one warning where ours may not stand in for it."""
         self.capture_report = CaptureReport(self.capture)
@@ -154,6 +162,7 @@ class LightningDetectionTrainer(DetectionTrainer):
 
         self.loop_state = state
         self.capture_report.start(self.device)
+        self._write_report()  # a fit that is killed remembers its options
         try:
             while True:
                 self.network_step, blocker = network_step_for(self)
@@ -226,13 +235,17 @@ class LightningDetectionTrainer(DetectionTrainer):
             )
 
     def _close_report(self) -> None:
-        """Write ``capture.json`` and log the summary; a fit that did not ask for the capture leaves neither.
-
-        A resumed fit that was told to leave the capture out still replaces the file, which would answer for it later.
-        """
+        """Log the summary and write the report; a fit that did not ask for the capture leaves neither."""
         self.capture_report.stop()
-        file = self.save_dir / FILE_NAME
         if self.capture.enabled:
             LOGGER.info(self.capture_report.summary())
+        self._write_report()
+
+    def _write_report(self) -> None:
+        """Write ``capture.json``, which a resumed fit takes its options from.
+
+        A resumed fit that was told to leave the capture out replaces the file, too: it would answer for it later.
+        """
+        file = self.save_dir / FILE_NAME
         if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or file.exists()):
             self.capture_report.write(file)

@@ -125,8 +125,8 @@ class DetectionModule(pl.LightningModule):
         t = self.upstream
         with autocast(torch.bfloat16 if t.args.amp == "bf16" else t.amp, device=t.device.type):
             batch = self.batch = t.preprocess_batch(batch)
-            if split_blocker(t.model):
-                loss, t.loss_items = t.network_step.whole(batch)
+            if blocker := split_blocker(t.model):
+                loss, t.loss_items = t.network_step.whole(batch, blocker)
             else:
                 predictions = t.network_step(batch["img"])
                 loss, t.loss_items = unwrap_model(t.model).loss(batch, predictions)

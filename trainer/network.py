@@ -247,6 +247,8 @@ class GraphedNetworkStep(EagerNetworkStep):
             problem = self._capture_and_check(recording, observed.before)
         except RuntimeError as error:
             problem = f"recording failed: {_first_line(error)}"
+            recording.release()
+            self._require_device(error)
         finally:
             after.restore()
             if problem is not None:
@@ -257,6 +259,16 @@ class GraphedNetworkStep(EagerNetworkStep):
         self._recordings += 1
         self.report.recordings += 1
         self.recording, self.signature = recording, observed.signature
+
+    def _require_device(self, error: RuntimeError) -> None:
+        """Give the memory of a failed recording back; raise a clear error if the device does not answer any more."""
+        try:
+            self.recorder.settle()
+        except RuntimeError as broken:
+            raise RuntimeError(
+                f"the device does not answer after a failed recording ({_first_line(error)}). Nothing that this "
+                "process holds on it can be used: start again, with capture_network=False or resume from last.pt"
+            ) from broken
 
     def _capture_and_check(self, recording: Recording, before: NetworkState) -> str | None:
         """Make ``recording`` from the state ``before``; return what its replay gets wrong, or None.

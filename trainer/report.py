@@ -31,11 +31,7 @@ def environment() -> dict[str, str | None]:
 
 @dataclass
 class CaptureReport:
-    """Counts of one fit. A step is one micro-batch; every step is either replayed or eager with one reason.
-
-    ``eligible`` steps are those that a live recording could have served or did: all but the ones whose reason is a
-    batch of another shape, the recording itself, or a circumstance that blocked the capture from the start.
-    """
+    """Counts of one fit. A step is one micro-batch; every step is either replayed or eager with one reason."""
 
     options: CaptureOptions
     replayed: int = 0
