@@ -10,10 +10,10 @@ export YOLO_OFFLINE := true
 export YOLO_CONFIG_DIR := $(RUNS)/config
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo lint format test test-all test-gpu gate clean
+.PHONY: help venv install demo lint format test test-all test-gpu goldens upstream-range gate gate-accelerator clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP)  ## make the virtual environment and install detgraph with its tools; no-op when up to date
 
@@ -47,8 +47,17 @@ test-all: venv  ## all tests, the slow ones too
 test-gpu: venv  ## the GPU tests; without a GPU they fail instead of skipping
 	DETGRAPH_REQUIRE_GPU=1 $(BIN)/pytest -m gpu
 
-gate:  ## what a commit has to pass: install, lint, tests with the wheel's; stops at the first red
+goldens: venv  ## record the goldens anew and show what changed; DEVICE=0 for those of an H200, ARGS=--dry-run to look
+	$(BIN)/python tests/goldens/goldens.py --device $(or $(DEVICE),cpu) $(ARGS)
+
+upstream-range: venv  ## drift check and a short parity case against upstream's last releases; VERSIONS="8.4.189 ..."
+	$(BIN)/python tests/upstream_range.py --folder $(RUNS)/upstream-range $(VERSIONS)
+
+gate:  ## what a commit has to pass: lint, drift, docs, tests, goldens, wheel; stops at the first red
 	$(PYTHON) tests/gate.py --venv $(VENV)
+
+gate-accelerator:  ## the gate and the GPU tests; without CUDA it fails. ACTIVE=1 takes the environment as it is
+	$(PYTHON) tests/gate.py --accelerator $(if $(ACTIVE),--active,--venv $(VENV))
 
 clean:  ## remove the virtual environment, runs, caches and build outputs
 	rm -rf $(VENV) $(RUNS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .ci/venv.*

@@ -6,7 +6,7 @@ What: `Model.train` takes our keys out of its arguments and, where upstream woul
 Why not a subclass: `detgraph.trainer.YOLO` is that subclass, and shares `route` below. But upstream's command line and
     every script with `from ultralytics import YOLO` build upstream's own classes by name.
 Target: `ultralytics.engine.model.Model.train`
-Upstream versions: 8.4.190
+Upstream versions: 8.4.183 to 8.4.190
 Forwarded: no. Upstream accepts `trainer=`, which is all the call needs; the choice of the default is ours.
 """
 

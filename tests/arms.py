@@ -15,10 +15,14 @@ OURS = ("capture_network",)  # what our log lines start with
 
 
 class Arm:
-    """A child process of one kind (stock, ours, emulated), started at the first fit and kept for the next ones."""
+    """A child process of one kind (stock, ours, emulated), started at the first fit and kept for the next ones.
 
-    def __init__(self, kind: str) -> None:
+    It sees no GPU unless ``cuda`` says so: a comparison on the CPU must not depend on the machine having one.
+    """
+
+    def __init__(self, kind: str, cuda: bool = False) -> None:
         self.kind = kind
+        self.hidden = {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
         self.process: subprocess.Popen | None = None
         self.folder = Path(tempfile.mkdtemp(prefix=f"detgraph-{kind}-"))
         self.count = 0
@@ -27,7 +31,8 @@ class Arm:
     def start(self, args: dict, perturb: list = (), **more) -> Path:
         """Ask for a fit; returns the file that the answer will be in."""
         if self.process is None or self.process.poll() is not None:
-            environment = {**os.environ, "PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
+            path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+            environment = {**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", **self.hidden}
             self.log = open(self.folder / "log.txt", "w")  # noqa: SIM115 open as long as the process
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "arm.py"), self.kind],

@@ -41,3 +41,14 @@ def data_root() -> Path:
 def make_dataset():
     """Return `helpers.make_dataset`, which child processes import without pytest."""
     return helpers.make_dataset
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Where a GPU was promised, say collected = passed, and fail when some test did anything else."""
+    if os.environ.get("DETGRAPH_REQUIRE_GPU") != "1":
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    passed = len(reporter.stats.get("passed", []))
+    print(f"\naccelerator: {session.testscollected} collected, {passed} passed")
+    if passed != session.testscollected and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

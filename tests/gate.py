@@ -6,6 +6,8 @@ Runs under any Python 3.10, without the virtual environment that its first stage
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)))  # tests of these stages are independent; the arms of parity are not
 
 
 class Stage(NamedTuple):
@@ -24,15 +27,37 @@ class Stage(NamedTuple):
     seconds: float = 0.0
 
 
-def stages(venv: Path) -> list[Stage]:
-    """Return the gate's stages for the virtual environment at `venv`; the wheel's test is one of the tests."""
-    tool = (ROOT / venv / "bin").joinpath
-    return [
-        Stage("install", ["make", "venv", f"VENV={venv}", f"PYTHON={sys.executable}"]),
-        Stage("lint", [str(tool("ruff")), "check", "."]),
-        Stage("format", [str(tool("ruff")), "format", "--check", "."]),
-        Stage("tests", [str(tool("pytest")), "-m", "not slow"]),
+def stages(venv: Path | None, accelerator: bool = False) -> list[Stage]:
+    """Return the gate's stages for the virtual environment at `venv`, or for the running interpreter's without one.
+
+    `accelerator` adds the tests that need a GPU and turns their skipping into failing.
+    """
+    if venv is None:
+        install = []
+        tool = {name: shutil.which(name) or name for name in ("python3", "pytest", "ruff")}
+    else:
+        install = [Stage("install", ["make", "venv", f"VENV={venv}", f"PYTHON={sys.executable}"])]
+        tool = {name: str(ROOT / venv / "bin" / name) for name in ("python3", "pytest", "ruff")}
+
+    def test(name: str, *arguments: str, marked: str = "not slow and not gpu") -> Stage:
+        return Stage(name, [tool["pytest"], "-m", marked, *arguments])  # python -m pytest would import our folders, too
+
+    plan = [
+        *install,
+        Stage("lint", [tool["ruff"], "check", "."]),
+        Stage("format", [tool["ruff"], "format", "--check", "."]),
+        Stage("drift", [tool["python3"], "-m", "detgraph.trainer", "patches"]),
+        test("docs", "tests/docs"),
+        test("unit", "tests/unit", *WORKERS),
+        test("mutation", "tests/replay", *WORKERS),
+        test("parity", "tests/parity"),
+        test("goldens", "tests/goldens"),
+        test("compat", "tests/compat", *WORKERS),
+        test("wheel", "tests/wheel"),
     ]
+    if accelerator:
+        plan.append(test("accelerator", "tests/cuda", "tests/goldens", marked="gpu"))
+    return plan
 
 
 def run(plan: list[Stage]) -> list[Stage]:
@@ -45,7 +70,8 @@ def run(plan: list[Stage]) -> list[Stage]:
         print(f"== {stage.name}: {' '.join(stage.command)}", flush=True)
         start = time.monotonic()
         try:
-            code = subprocess.run(stage.command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+            environment = {**os.environ, "DETGRAPH_REQUIRE_GPU": "1"} if stage.name == "accelerator" else None
+            code = subprocess.run(stage.command, cwd=ROOT, stdin=subprocess.DEVNULL, env=environment).returncode
         except OSError as error:
             print(error, flush=True)
             code = 127
@@ -66,7 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the gate and return its exit status: 0 when every stage passed, otherwise 1."""
     parser = argparse.ArgumentParser(description="Run the gate.")
     parser.add_argument("--venv", type=Path, default=Path(".venv"), help="virtual environment, made if missing")
-    done = run(stages(parser.parse_args(argv).venv))
+    parser.add_argument("--active", action="store_true", help="use the running interpreter's environment instead")
+    parser.add_argument("--accelerator", action="store_true", help="add the tests that need a GPU, none may skip")
+    args = parser.parse_args(argv)
+    done = run(stages(None if args.active else args.venv, args.accelerator))
     print(f"== summary\n{table(done)}", flush=True)
     return int(any(stage.result != "pass" for stage in done))
 

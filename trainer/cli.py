@@ -27,6 +27,7 @@ from detgraph.cfg import (
 COMMANDS = {
     "cfg": "detgraph.trainer.cli:show_cfg",
     "patches": "detgraph.trainer.cli:show_patches",
+    "golden": "detgraph.trainer.golden:main",
 }
 
 # Words at which upstream stops reading arguments and does something else; it accepts dashes, singulars and initials.
@@ -140,8 +141,10 @@ def show_cfg(words: list[str]) -> None:
 
 
 def show_patches(words: list[str]) -> int:
-    """Print the patch series with the state of each patch. Returns 1 if one of them does not fit, else 0."""
+    """Print the patch series and whether our loop follows the installed upstream's. Returns 1 on any drift, else 0."""
     from detgraph.patches import status
+
+    from .upstream import loop_drift
 
     lines = status()
     for line in lines:
@@ -149,7 +152,11 @@ def show_patches(words: list[str]) -> int:
         print(f"{line.name}: {state}\n  target: {line.target}\n  what:   {line.what}")
         if line.drift:
             print(f"  drift:  {line.drift}")
-    return int(any(line.drift for line in lines))
+    drift = loop_drift()
+    print(f"loop: {'does not fit' if drift else 'fits'}\n  target: ultralytics.engine.trainer:BaseTrainer._do_train")
+    if drift:
+        print(f"  drift:  {drift}")
+    return int(bool(drift) or any(line.drift for line in lines))
 
 
 def _apply_patches(options: CaptureOptions | None) -> None:

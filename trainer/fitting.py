@@ -31,14 +31,31 @@ class LoopError(Exception):
     """Carries an exception that Lightning's loop would misread (``StopIteration``) out of the fit, as its cause."""
 
 
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Import Lightning, and keep it silent inside; formatter of warnings and log levels are afterwards as before."""
-    format_warning = warnings.formatwarning
+def _import_lightning() -> None:
+    """Import Lightning and take back what that does to the process.
+
+    The import replaces the formatter of warnings, adds filters, sets a variable that changes how torch looks for GPUs,
+    and gives its loggers a level: one that the program had given them stays.
+    """
+    variables, format_warning = set(os.environ), warnings.formatwarning
+    levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning.pytorch  # noqa: F401
     warnings.formatwarning = format_warning
+    for name in set(os.environ) - variables:
+        del os.environ[name]
+    for name, level in levels.items():
+        if level != logging.NOTSET:
+            logging.getLogger(name).setLevel(level)
+
+
+_import_lightning()  # before `module.py` does, which is imported next
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep Lightning silent inside; filters of warnings and log levels are afterwards as before."""
     loggers = [logging.getLogger(name) for name in QUIET_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -174,6 +174,11 @@ class Signature:
         self._held = [attributes[key] for attributes, key, _ in others]
         self._held += list(chain.from_iterable(map(dict.values, containers)))
         readers = [(attributes, read) for attributes, read, _, _ in scalars]
+        lists = [
+            (attributes[key], key, path)
+            for attributes, key, path in others
+            if isinstance(attributes[key], list) and all(isinstance(item, SCALARS) for item in attributes[key])
+        ]
 
         def attribute(baked: list, now: list) -> str:
             i = _first_difference(baked, now)
@@ -211,7 +216,19 @@ class Signature:
             _, key, path = others[_first_difference(baked, now)]
             return f"attribute {key} of {path} was replaced"
 
+        def kind_of(baked: list, now: list) -> str:
+            i = _first_difference(baked, now)
+            return f"class of {paths[i]}: {baked[i].__name__} -> {now[i].__name__}"
+
+        def content(baked: list, now: list) -> str:
+            i = _first_difference(baked, now)
+            return f"attribute {lists[i][1]} of {lists[i][2]} changed: {list(baked[i])} -> {list(now[i])}"
+
+        model = self.model
         return [
+            Guard("network", lambda: id(model.model), lambda baked, now: "the network (model.model) was replaced"),
+            Guard("module classes", lambda: list(map(type, modules)), kind_of),
+            Guard("contents of attributes", lambda: [tuple(items) for items, _, _ in lists], content),
             Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),
             Guard("set of module attributes", lambda: list(map(len, own)), number),
             Guard("object attributes", lambda: [id(attributes[key]) for attributes, key, _ in others], other),

@@ -20,7 +20,7 @@ from detgraph.patches import fingerprint
 
 # Fingerprint of `BaseTrainer._do_train` -> first and last upstream release that has it.
 KNOWN_LOOPS = {
-    "d8f45dcfe548e661e6161b2abf19e72279b7a76d6f6d383a232f6fdf9a3814e8": ("8.4.190", "8.4.190"),
+    "d8f45dcfe548e661e6161b2abf19e72279b7a76d6f6d383a232f6fdf9a3814e8": ("8.4.183", "8.4.190"),
 }
 
 # Places of the log lines inside upstream's loop, in source order; valid for every loop in KNOWN_LOOPS.
@@ -36,8 +36,11 @@ def loop_drift() -> str | None:
     """Return why our loop may not stand in for the installed upstream's, or None when it may."""
     if loop_fingerprint() in KNOWN_LOOPS:
         return None
-    known = ", ".join(sorted({last for _, last in KNOWN_LOOPS.values()}))
-    return f"the training loop of ultralytics {upstream_version} differs from the ones this version follows ({known})"
+    known = ", ".join(f"{first} to {last}" for first, last in KNOWN_LOOPS.values())
+    return (
+        f"the training loop of ultralytics {upstream_version} differs from the one that detgraph follows "
+        f"(releases {known}), so upstream's own loop runs; install one of these releases to replay"
+    )
 
 
 @cache

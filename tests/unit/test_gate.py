@@ -39,7 +39,7 @@ def test_missing_command_is_red():
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_exit_status_and_table(monkeypatch, capfd, code):
-    monkeypatch.setattr(gate, "stages", lambda venv: [stage("only", code)])
+    monkeypatch.setattr(gate, "stages", lambda venv, accelerator: [stage("only", code)])
     assert gate.main([]) == code
     out = capfd.readouterr().out
     assert "== only" in out and "== summary" in out
@@ -49,8 +49,15 @@ def test_exit_status_and_table(monkeypatch, capfd, code):
 def test_stages_use_the_named_environment(venv):
     install, *rest = gate.stages(venv)
     assert f"VENV={venv}" in install.command
-    assert [s.name for s in rest] == ["lint", "format", "tests"]
     assert all(Path(s.command[0]).parent == ROOT / venv / "bin" for s in rest)
+
+
+def test_stages_cover_every_test_folder_and_the_accelerator():
+    named = {word for s in gate.stages(None) for word in s.command if word.startswith("tests/")}
+    folders = {f"tests/{p.parent.name}" for p in (ROOT / "tests").glob("*/test_*.py")}
+    assert named == folders - {"tests/cuda"}
+    *_, last = gate.stages(None, accelerator=True)
+    assert last.name == "accelerator" and {"gpu", "tests/cuda", "tests/goldens"} <= set(last.command)
 
 
 def test_make_help_lists_every_target():

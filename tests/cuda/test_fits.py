@@ -1,0 +1,93 @@
+"""Whole fits on a GPU: upstream's loop, ours eagerly, ours replaying; and what a fit leaves on the device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from arms import Arm, differences
+
+pytestmark = pytest.mark.gpu
+
+BASE = {
+    "model": "yolo26n.yaml",
+    "imgsz": 64,
+    "batch": 4,
+    "epochs": 3,
+    "optimizer": "MuSGD",
+    "seed": 0,
+    "workers": 0,
+    "plots": False,
+    "warmup_epochs": 0,
+    "pretrained": False,
+    "device": 0,
+    "close_mosaic": 0,
+}
+CASES = {
+    "fp32": {"amp": False, "nbs": 4},
+    "fp16_accumulate": {"amp": "fp16", "nbs": 16, "optimizer": "SGD"},
+    "bf16_accumulate_tail": {"amp": "bf16", "nbs": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, make_dataset) -> str:
+    return str(make_dataset(tmp_path_factory.mktemp("data") / "eighteen", 18, 4))
+
+
+@pytest.fixture(scope="module")
+def cuda_arms():
+    arms = {kind: Arm(kind, cuda=True) for kind in ("stock", "ours")}
+    yield arms
+    for arm in arms.values():
+        arm.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_loops_leave_the_same_bytes(name: str, data: str, cuda_arms) -> None:
+    args = {**BASE, **CASES[name], "data": data}
+    stock = cuda_arms["stock"].start(args)
+    eager = cuda_arms["ours"].fit(args)
+    replay = cuda_arms["ours"].fit({**args, "capture_network": True})
+    stock = cuda_arms["stock"].finish(stock)
+    assert stock["error"] is None and replay["error"] is None, replay["error"]
+    assert not differences(stock, eager)
+    assert not differences(stock, replay)
+    report = replay["report"]
+    assert report["blocked"] is None and report["unverifiable"] == [] and report["recordings"] == 1
+    assert report["eager"]["batch of another shape"] == 3  # a tail of two images an epoch
+    assert report["replayed"] == 11
+    assert report["memory_bytes"]["peak_reserved"] >= report["memory_bytes"]["peak_allocated"] > 0
+
+
+def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
+    """Validation inside the fit, an error at its end: recording and pool are gone, a next fit records again."""
+    import torch
+
+    from detgraph.trainer import LightningDetectionTrainer
+
+    seen = {}
+
+    def look(trainer) -> None:
+        if trainer.epoch == 1:
+            seen["recording"] = weakref.ref(trainer.network_step.recording)
+            raise ValueError("injected")
+
+    args = {**BASE, "data": data, "amp": "bf16", "nbs": 4, "project": str(tmp_path), "capture_network": True}
+    trainer = LightningDetectionTrainer(overrides=args)
+    trainer.add_callback("on_train_epoch_end", look)
+    with pytest.raises(ValueError, match="injected"):
+        trainer.train()
+    assert seen["recording"]() is None
+    assert torch.is_autocast_cache_enabled() and gc.isenabled()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved()
+    again = LightningDetectionTrainer(overrides=args)
+    again.train()
+    assert again.capture_report.recordings == 1 and again.capture_report.replayed == 11
+    assert torch.cuda.max_memory_reserved() > left

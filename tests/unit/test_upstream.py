@@ -1,0 +1,51 @@
+"""The check that our loop still follows the installed upstream's, and the log lines taken out of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from ultralytics.engine.trainer import BaseTrainer
+from ultralytics.utils import LOGGER
+
+from detgraph.trainer import LightningDetectionTrainer, upstream
+
+
+def test_the_installed_loop_is_known() -> None:
+    assert upstream.loop_drift() is None
+
+
+def test_another_loop_is_drift_and_upstream_runs_its_own(monkeypatch, make_dataset, tmp_path, caplog) -> None:
+    seen = []
+
+    def _do_train(self):
+        seen.append(type(self))
+
+    monkeypatch.setattr(BaseTrainer, "_do_train", _do_train)
+    drift = upstream.loop_drift()
+    assert "8.4.183 to 8.4.190" in drift and "install one of these" in drift
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    LOGGER.addHandler(handler)
+    try:
+        data = make_dataset(tmp_path / "data", 4, 2)
+        args = {"model": "yolo26n.yaml", "data": str(data), "device": "cpu", "project": str(tmp_path / "runs")}
+        trainer = LightningDetectionTrainer(overrides={**args, "capture_network": True})
+        trainer.train()
+    finally:
+        LOGGER.removeHandler(handler)
+    assert seen == [LightningDetectionTrainer]
+    assert len([line for line in records if "is not in force" in line and "8.4.183" in line]) == 1
+    assert trainer.capture_report.blocked == drift
+
+
+@pytest.mark.parametrize("marker", [upstream.LOG_START, upstream.LOG_OUT_OF_MEMORY, upstream.LOG_COMPLETED])
+def test_upstreams_log_lines_are_found_once(marker: str) -> None:
+    assert upstream._log_statement(marker) is not None
+
+
+def test_a_lost_log_line_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="0 log lines"):
+        upstream._log_statement("a line that upstream never had")

@@ -1,0 +1,309 @@
+"""Recording a golden: watch a fit from outside and write down what it computes, step by step.
+
+The trainer is watched by callbacks and by wrappers on the instance, never by a subclass, so upstream's own trainer can
+be recorded as well as ours. Nothing here imports detgraph: run as a script, this file records upstream's command line
+in a process that cannot import detgraph or lightning. Observing reads; a recorded fit computes what an unrecorded one
+does, more slowly: every tensor is copied to the host and hashed at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+if __package__:
+    from . import digests, golden_file
+else:
+
+    def _sibling(name: str):
+        spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).with_name(f"{name}.py"))
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    digests, golden_file = _sibling("digests"), _sibling("golden_file")
+
+DETAIL = (0, 100)
+"""Steps, from the first up to but not including the last, whose tensors are recorded one by one."""
+
+
+def short(*parts: object) -> str:
+    """Return the first 16 digits of a digest."""
+    return digests.digest(*parts)[:16]
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """Return versions, processor and device that the bits of a fit belong to."""
+    import cv2
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    cuda = device.type == "cuda"
+    return {
+        **{name: installed(name) for name in ("ultralytics", "torchvision", "numpy", "lightning", "detgraph")},
+        "torch": torch.__version__,  # the build counts, too: 2.9.0+cpu brings other libraries than 2.9.0+cu128
+        "opencv": cv2.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kept = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        kept.setdefault(key.strip(), value.strip())
+    names = [kept[key] for key in ("model name", "cpu family", "model") if key in kept]  # "AMD EPYC" alone says little
+    return " ".join(names) or platform.processor()
+
+
+class FitRecord:
+    """What one fit computes, noted as it happens.
+
+    Args:
+        trainer: Any trainer of upstream's, before its loop starts.
+        detail: First step, and the step after the last one, whose tensors are noted one by one.
+    """
+
+    def __init__(self, trainer, detail: tuple[int, int] = DETAIL) -> None:
+        self.trainer, self.detail = trainer, detail
+        self.steps: list[dict] = []
+        self.final: dict[str, str] = {}
+        self.loss_names: list[str] = []
+        self.updates = 0  # optimizer steps
+        self.device: torch.device | None = None
+        self._names: dict[str, dict[str, int]] = {}
+        self._tensors: dict[str, dict[str, list]] = {}
+        self._watch(trainer)
+
+    def _watch(self, trainer) -> None:
+        prepare, update = trainer.preprocess_batch, trainer.optimizer_step
+
+        @functools.wraps(prepare)
+        def preprocess_batch(batch, *args, **kwargs):
+            batch = prepare(batch, *args, **kwargs)
+            if self.device is not None:  # the loop has started
+                self._before_forward(batch)
+            return batch
+
+        @functools.wraps(update)
+        def optimizer_step(*args, **kwargs):
+            self._before_update()
+            update(*args, **kwargs)
+            self._after_update()
+
+        def on_train_start(trainer):
+            self.device = trainer.device
+
+        trainer.preprocess_batch, trainer.optimizer_step = preprocess_batch, optimizer_step
+        trainer.add_callback("on_train_start", on_train_start)
+        trainer.add_callback("on_train_batch_end", lambda trainer: self._after_batch())
+        trainer.add_callback("on_train_end", lambda trainer: self._end())
+
+    def _before_forward(self, batch: dict) -> None:
+        model = self.trainer.model
+        self.steps.append({"epoch": self.trainer.epoch, "update": None, "losses": None})
+        self._note("parameters", model.named_parameters())
+        self._note("buffers", model.named_buffers())
+        self.steps[-1]["images"] = short(batch["img"])
+        self.steps[-1]["targets"] = short({k: v for k, v in batch.items() if isinstance(v, Tensor) and k != "img"})
+
+    def _after_batch(self) -> None:
+        if not self.steps:
+            return
+        items = self.trainer.loss_items
+        if not isinstance(items, Mapping):  # earlier releases keep them in one tensor
+            items = dict(zip(self.trainer.loss_names, items, strict=True))
+        self.loss_names = ["loss", *items]
+        self.steps[-1]["losses"] = [_hex(value) for value in (self.trainer.loss, *items.values())]
+
+    def _before_update(self) -> None:
+        if not self.steps:
+            return
+        self.steps[-1]["update"], self.updates = self.updates, self.updates + 1
+        self._note("gradients", ((name, p.grad) for name, p in self.trainer.model.named_parameters()))
+
+    def _after_update(self) -> None:
+        if not self.steps:
+            return
+        trainer, step = self.trainer, self.steps[-1]
+        groups, state = trainer.optimizer.param_groups, trainer.optimizer.state
+        step["schedule"] = [
+            [_hex(g["lr"]), _hex(g.get("momentum", g.get("betas", (0.0,))[0])), _hex(g.get("weight_decay", 0.0))]
+            for g in groups
+        ]
+        self._note("optimizer", ((name, state.get(p)) for name, p in trainer.model.named_parameters()))
+        scaler = trainer.scaler.state_dict()
+        step["scaler"] = [_hex(scaler["scale"]), scaler["_growth_tracker"]] if scaler else []
+        if trainer.ema:
+            self._note("ema", trainer.ema.ema.state_dict().items())
+
+    def _end(self) -> None:
+        """Note the sub-digests of the finished fit; not the generators', which validation and plots move, too."""
+        self.final = {k: v for k, v in digests.fit_digests(self.trainer).items() if k != "generators"}
+        if self.detail[1]:
+            model = self.trainer.model
+            self._digest("final", "parameters", model.named_parameters())
+            self._digest("final", "buffers", model.named_buffers())
+            self._digest("final", "ema", self.trainer.ema.ema.state_dict().items())
+
+    def _note(self, part: str, named: Iterable[tuple[str, Tensor | Mapping | None]]) -> None:
+        """Note the digest of a part of the latest step; within the detail, its tensors as well."""
+        number = len(self.steps) - 1
+        detailed = self.detail[0] <= number < self.detail[1]
+        self.steps[-1][part] = self._digest(str(number) if detailed else None, part, named)
+
+    def _digest(self, key: str | None, part: str, named: Iterable[tuple[str, Tensor | Mapping | None]]) -> str:
+        """Return the digest of a part; under ``key``, if given, keep a digest and a summary of each of its tensors."""
+        whole = {}
+        if key is not None:
+            names = self._names.setdefault(part, {})
+            entries = self._tensors.setdefault(key, {}).setdefault(part, [])
+        for name, value in named:
+            value = value.detach().cpu() if isinstance(value, Tensor) else value
+            whole[name] = None if value is None else digests.digest(value)
+            if key is not None:
+                place = names.setdefault(name, len(names))
+                entries += [None] * (place + 1 - len(entries))
+                entries[place] = None if value is None else [whole[name][:16], *_summary(value)]
+        return short(whole)
+
+    def content(self, error: BaseException | None = None) -> dict:
+        """Return the golden of the fit so far; ``error`` is what ended it early, if it has not ended itself."""
+        trainer = self.trainer
+        report = getattr(trainer, "capture_report", None)
+        arguments = {k: v for k, v in vars(trainer.args).items() if k not in ("save_dir", "name", "project")}
+        return {
+            "environment": environment(self.device or trainer.device),
+            "arguments": {
+                k: v if isinstance(v, (bool, int, float, type(None))) else str(v) for k, v in arguments.items()
+            },
+            "fit": {
+                "trainer": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+                "loop": "upstream" if getattr(trainer, "loop_state", None) is None else "lightning",
+                "replayed": report.replayed if report else 0,
+                "ended": self._ended(error),
+            },
+            "loss_names": self.loss_names,
+            "final": self.final,
+            "steps": self.steps,
+            "tensors": {"names": {k: list(v) for k, v in self._names.items()}, **self._tensors},
+        }
+
+    def _ended(self, error: BaseException | None) -> str | None:
+        if self.final:
+            return None
+        return f"{type(error).__name__}: {error}" if error else "did not reach its end"
+
+    def write(self, out: str | Path | None = None, error: BaseException | None = None) -> list[Path]:
+        """Write the golden into the run folder, and to ``out`` if given; returns the paths."""
+        paths = [Path(self.trainer.save_dir) / golden_file.FILE_NAME, *([Path(out)] if out else [])]
+        content = self.content(error)
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            golden_file.write(content, path)
+        return paths
+
+
+def _hex(value: object) -> str:
+    return float(value.detach() if isinstance(value, Tensor) else value).hex()
+
+
+def _summary(value: object) -> list[str]:
+    """Return sum and largest magnitude of a tensor, both taken in float64."""
+    if not isinstance(value, Tensor) or value.is_complex():
+        return []
+    value = value.double()
+    return [_hex(value.sum()), _hex(value.abs().max()) if value.numel() else "0x0.0p+0"]
+
+
+@contextmanager
+def recording(out: str | Path | None = None, detail: tuple[int, int] = DETAIL) -> Iterator[list[FitRecord]]:
+    """Record every fit whose model or trainer is built inside the context; yields their records.
+
+    Each fit's golden is written into its run folder at the end of the context, whether or not the fit ended well, and
+    the last one's to ``out`` if given. Fits in child processes (several GPUs, several data sets) are not seen.
+    """
+    from ultralytics.utils import callbacks
+
+    records: list[FitRecord] = []
+
+    def watch(trainer) -> None:
+        records.append(FitRecord(trainer, detail))
+
+    event, error = "on_pretrain_routine_start", None
+    callbacks.default_callbacks[event].append(watch)
+    try:
+        yield records
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        if watch in callbacks.default_callbacks[event]:
+            callbacks.default_callbacks[event].remove(watch)
+        for record in records:
+            record.write(out, error)
+
+
+def parse_detail(text: str) -> tuple[int, int]:
+    """Return the steps that 'FIRST:LAST' names, LAST not included; either may be left out.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    first, colon, last = text.partition(":")
+    found = (int(first or 0), int(last) if last else sys.maxsize)
+    if not colon or found[0] < 0 or found[1] < found[0]:
+        raise ValueError(f"'{text}' is not FIRST:LAST")
+    return found
+
+
+class Banned(importlib.abc.MetaPathFinder):
+    """Refuses our package and Lightning, so that a stock fit is stock beyond doubt."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] in {"detgraph", "lightning", "pytorch_lightning"}:
+            raise ModuleNotFoundError(f"{name} is banned while a stock fit is recorded", name=name)
+        return None
+
+
+def main() -> int:
+    """`python golden_record.py OUT DETAIL WORDS...`: record upstream's own `yolo WORDS`; OUT may be empty."""
+    out, detail, *words = sys.argv[1:]
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        del sys.path[0]  # the neighbours of this file are no top-level modules
+    sys.meta_path.insert(0, Banned())
+    sys.argv = ["yolo", *words]
+    import ultralytics.cfg
+
+    with recording(out or None, parse_detail(detail)) as records:
+        ultralytics.cfg.entrypoint()
+    return 0 if records else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
