@@ -106,7 +106,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         given = merge_options(ours)
         check_contradictions(given, overrides)
         super().__init__(cfg, overrides, _callbacks)
-        if given is None and self.resume:
+        if given is None and self.resume and RANK == -1:  # the processes of a distributed fit are not told
             given = remembered_options(Path(self.args.resume).parent.parent)
         self.capture = given or CaptureOptions()
         check_contradictions(self.capture, vars(self.args))
@@ -114,9 +114,14 @@ class LightningDetectionTrainer(DetectionTrainer):
         self.network_step = None
 
     def train(self) -> None:
-        """Train as upstream does. A subclass that replaced the loop is told that the capture had no part in it."""
+        """Train as upstream does, and say so where our loop has no part in it: other processes, a subclass's loop."""
+        if self.ddp:
+            self.capture_report = CaptureReport(self.capture)
+            self._say_not_in_force(loop_blocker(self))
         super().train()
-        if self.capture_report is None and self.capture.enabled and not self.ddp:
+        if self.ddp:
+            self._close_report()
+        elif self.capture_report is None and self.capture.enabled:
             self.capture_report = CaptureReport(self.capture)
             self._say_not_in_force(f"{type(self).__qualname__} trains with a loop of its own")
             self._close_report()
@@ -124,6 +129,7 @@ class LightningDetectionTrainer(DetectionTrainer):
     def _do_train(self) -> None:
         """Run the fit: our loop, or upstream's own with one warning where ours may not stand in for it."""
         self.capture_report = CaptureReport(self.capture)
+        self._write_report()  # a fit that is killed remembers its options
         if blocker := loop_blocker(self):
             self._say_not_in_force(blocker)
             try:
@@ -162,18 +168,19 @@ class LightningDetectionTrainer(DetectionTrainer):
 
         self.loop_state = state
         self.capture_report.start(self.device)
-        self._write_report()  # a fit that is killed remembers its options
         try:
             while True:
                 self.network_step, blocker = network_step_for(self)
                 if blocker:
                     self._say_not_in_force(blocker)
+                batches = EpochBatches(self)
                 try:
-                    batches = EpochBatches(self)
                     fit(DetectionModule(self, state, batches), batches, self.device, [RecordingEnds(self)])
                     break
                 except BatchTooLarge as error:
                     out_of_memory = error.out_of_memory
+                finally:
+                    batches.finish(early=True)  # after an error, the bar ends before the message and not after it
                 self._shrink_batch(state, out_of_memory)
         finally:
             if self.network_step is not None:

@@ -1,0 +1,246 @@
+"""How a fit ends when it does not end by itself: signals to real processes, bad input, and what the console shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ultralytics
+from ultralytics.models.yolo.detect import DetectionTrainer
+
+from arm import normalised
+from detgraph.cfg import CaptureOptionError, remembered_options
+from detgraph.trainer import YOLO, LightningDetectionTrainer
+
+from .conftest import FIT, Replaying, warned
+
+MODULES = {"stock": "ultralytics.cfg.__init__", "ours": "detgraph.trainer"}
+ENDLESS = {"epochs": 10000, "val": False, "patience": 0}
+
+# A program that catches the interrupt, and that tells whether its handlers were given back.
+CATCHING = """
+import json, signal, sys
+from {package} import YOLO
+handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+assert handlers[0] is signal.default_int_handler
+try:
+    YOLO("yolo26n.yaml").train(**json.loads(sys.argv[1]))
+except KeyboardInterrupt:
+    assert handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    raise SystemExit(7)
+"""
+
+
+def words(args: dict) -> list[str]:
+    return [f"{key}={value}" for key, value in args.items()]
+
+
+def start(command: list, folder: Path) -> subprocess.Popen:
+    """Start a process as a shell does: with the default action for interrupts, whatever the test's own parent set."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(folder / "out.txt", "w") as out:
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+
+
+def end(process: subprocess.Popen, run: Path, number: int) -> tuple[int, float]:
+    """Send a signal once two epochs are done; return the exit status and the seconds until it was there."""
+    table = run / "results.csv"
+    started = time.monotonic()
+    try:
+        while not table.exists() or len(table.read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() - started < 120, (run.parent / "out.txt").read_text()
+            time.sleep(0.02)
+        sent = time.monotonic()
+        process.send_signal(number)
+        return process.wait(timeout=60), time.monotonic() - sent
+    finally:
+        process.kill()
+        process.wait()
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["ultralytics", "detgraph.trainer"])
+def test_an_interrupt_reaches_the_program(package, tiny, tmp_path) -> None:
+    """A real SIGINT, somewhere in the fit, arrives in the caller's `except KeyboardInterrupt`."""
+    args = {**FIT, **ENDLESS, "data": tiny["some"], "project": str(tmp_path), "name": "run"}
+    if package != "ultralytics":
+        args["capture_network"] = True
+    process = start(["-c", CATCHING.format(package=package), json.dumps(args)], tmp_path)
+    status, seconds = end(process, tmp_path / "run", signal.SIGINT)
+    assert (status, seconds < 20) == (7, True), (tmp_path / "out.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def terminated(tiny, tmp_path_factory) -> dict[str, tuple[Path, int, float]]:
+    """Return run folder, exit status and duration of command lines that were told to terminate in a fit."""
+    found = {}
+    for kind, module in MODULES.items():
+        folder = tmp_path_factory.mktemp(kind)
+        args = {**FIT, **ENDLESS, "data": tiny["some"], "project": folder, "name": "run"}
+        extra = ["capture_network=True"] if kind == "ours" else []
+        process = start(["-m", module, "train", *words(args), *extra], folder)
+        found[kind] = (folder / "run", *end(process, folder / "run", signal.SIGTERM))
+    return found
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_termination_is_prompt(terminated, kind) -> None:
+    """A shell sees 143: nobody catches SIGTERM to do something else first."""
+    folder, status, seconds = terminated[kind]
+    assert status == -signal.SIGTERM and seconds < 10
+    assert (folder / "weights" / "last.pt").exists()
+
+
+def test_a_killed_fit_remembers_its_options(terminated, tmp_path) -> None:
+    """No process can write its report after a kill, so the options have to be on disk before."""
+    folder = shutil.copytree(terminated["ours"][0], tmp_path / "run")
+    options = remembered_options(folder)
+    assert options is not None and options.enabled
+    trainer = Replaying(overrides={"resume": str(folder / "weights" / "last.pt"), "save_dir": str(folder)})
+    trainer.add_callback("on_train_epoch_end", lambda trainer: setattr(trainer, "stop", True))
+    trainer.train()
+    assert trainer.capture_report.replayed > 0
+
+
+def test_an_interrupted_command_line_ends_as_upstreams(tiny, tmp_path) -> None:
+    args = {**FIT, **ENDLESS, "data": tiny["some"], "project": tmp_path, "name": "run"}
+    process = start(["-m", MODULES["ours"], "train", *words(args), "capture_network=True"], tmp_path)
+    status, _ = end(process, tmp_path / "run", signal.SIGINT)
+    lines = (tmp_path / "out.txt").read_text().splitlines()
+    assert status == -signal.SIGINT and "KeyboardInterrupt" in lines
+    assert remembered_options(tmp_path / "run").enabled
+    assert not [line for line in lines if re.search("graceful|lightning", line, re.I) and line[:2] != "  "]  # no frame
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, StopIteration, RuntimeError])
+def test_an_error_in_a_callback_reaches_the_caller(error, fit_args) -> None:
+    """As it was raised, and the next fit of the process is as good as the first."""
+    raised = error("injected")
+
+    def stop(trainer):
+        raise raised
+
+    trainer = Replaying(overrides={**fit_args, "capture_network": True})
+    trainer.add_callback("on_train_batch_end", stop)
+    with pytest.raises(error) as caught:
+        trainer.train()
+    assert caught.value is raised
+    if error is ValueError:
+        again = Replaying(overrides={**fit_args, "capture_network": True, "epochs": 1})
+        again.train()
+        assert again.capture_report.replayed > 0 and again.last.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"capture_network": "maybe"}, "capture_network=maybe"),
+        ({"capture_network": 1}, "capture_network=1 "),
+        ({"capture_network": None}, "capture_network=None"),
+        ({"capture_netwrok": True}, "Did you mean capture_network"),
+        ({"capture_network": True, "compile": True}, "compile=False"),
+        ({"capture_options": {"record_at_step": -1}}, "record_at_step=-1"),
+    ],
+)
+def test_the_trainer_refuses_before_any_work(given, part, fit_args) -> None:
+    with pytest.raises(CaptureOptionError, match=re.escape(part)):
+        LightningDetectionTrainer(overrides={**fit_args, **given})
+    assert not Path(fit_args["project"]).exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"amp": "bf16"},
+        {"amp": "maybe"},
+        {"data": "missing.yaml"},
+        {"epochs": "many"},
+        {"epoch": 3},
+        {"optimizer": "Adamw2"},
+        {"imgsz": 32, "batch": 7},
+        {"resume": "missing.pt"},
+    ],
+    ids=lambda given: ",".join(words(given)),
+)
+def test_upstreams_errors_stay_upstreams(given, fit_args, tmp_path, monkeypatch) -> None:
+    """With the capture asked for, an input that upstream refuses is refused in the same words."""
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for make, ours in ((ultralytics.YOLO, {}), (YOLO, {"capture_network": True})):
+        with pytest.raises(Exception) as error:  # noqa: B017 whatever upstream raises
+            make("yolo26n.yaml").train(**{**fit_args, **given}, **ours)
+        said.append((type(error.value), str(error.value).replace("fit-2", "fit")))
+    assert said[0] == said[1] and said[0][0] is not CaptureOptionError
+
+
+def test_labels_out_of_range(make_dataset, fit_args, tmp_path, heard) -> None:
+    """Upstream warns of each bad file, leaves it out and trains with the others; so do we."""
+    data = make_dataset(tmp_path / "bad", 8, 4)
+    for number in (1, 2):
+        (data.parent / f"labels/train/{number:04d}.txt").write_text("7 0.5 0.5 0.2 0.2\n")
+    found = []
+    for trainer_class, ours in ((DetectionTrainer, {}), (Replaying, {"capture_network": True})):
+        heard.clear()
+        trainer = trainer_class(overrides={**fit_args, **ours, "data": str(data), "epochs": 1, "batch": 2})
+        trainer.train()
+        (tmp_path / "bad" / "labels" / "train.cache").unlink()
+        found.append([line for line in heard if "exceeds dataset class count" in line])
+        assert len(trainer.train_loader.dataset) == 6
+    assert found[0] == found[1] and len(found[0]) == 2
+    assert trainer.capture_report.replayed > 0
+
+
+# The console ----------------------------------------------------------------------------------------------------------
+
+
+def printed(kind: str, args: dict, folder: Path, *more: str) -> tuple[int, list[str]]:
+    """Run a command line; return its exit status and what it printed, with progress bars and durations taken out."""
+    process = start(["-m", MODULES[kind], "train", *words({**args, "project": folder}), *more], folder)
+    status = process.wait(timeout=120)
+    lines = normalised((folder / "out.txt").read_text().splitlines(), str(folder))
+    return status, [line for line in lines if "━" not in line and "─" not in line and line.strip()]
+
+
+def test_the_console_is_upstreams(tiny, tmp_path) -> None:
+    """Our one warning, our column and our summary are all that is more; nothing of Lightning is to be read."""
+    args = {**FIT, "data": tiny["some"], "name": "run", "epochs": 1}
+    lines = {}
+    for kind in MODULES:
+        (tmp_path / kind).mkdir()
+        ours = ["capture_network=True"] if kind == "ours" else []
+        status, lines[kind] = printed(kind, args, tmp_path / kind, *ours)
+        assert status == 0
+    assert len(warned(lines["ours"])) == 1
+    (summary,) = [line for line in lines["ours"] if line.startswith("capture_network")]
+    assert summary.startswith("capture_network: 0 of 2 steps replayed") and "needs a CUDA device" in summary
+    rest = [line.removesuffix("   Replayed") for line in lines["ours"] if "capture_network" not in line]
+    assert rest == lines["stock"]
+
+
+def test_an_error_is_the_last_word(tiny, tmp_path) -> None:
+    """Exit status 1 and upstream's message at the end of the output, where one looks for it."""
+    args = {**FIT, "data": tiny["some"], "name": "run", "amp": "bf16"}
+    last = {}
+    for kind in MODULES:
+        (tmp_path / kind).mkdir()
+        status, lines = printed(kind, args, tmp_path / kind, *(["capture_network=True"] if kind == "ours" else []))
+        written = (tmp_path / kind / "out.txt").read_text()
+        last[kind] = status, lines[-1], re.split(r"[\r\n]+", written.strip())[-1]
+    assert last["stock"] == last["ours"]
+    assert last["ours"][0] == 1 and last["ours"][2].startswith("RuntimeError: bfloat16 autocast requires CUDA")
