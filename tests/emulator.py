@@ -1,8 +1,9 @@
 """A recorder for machines without CUDA, used by tests only.
 
 It records the operations that a pass dispatches, below autograd and autocast, and replays them on the very tensors
-they used: so it keeps every aliasing rule of a CUDA graph. Addresses are baked in, with Python attributes, modes,
-scalars and ``requires_grad``; hooks of modules do not run again; outputs and gradients are overwritten by the next
+they used: so it keeps every aliasing rule of a CUDA graph. Addresses are baked in (of buffers, too: a tensor that
+moves to other storage is not followed), with Python attributes, modes, scalars and ``requires_grad``; hooks of modules
+and torch's dispatch and function modes do not see a replay; outputs and gradients are overwritten by the next
 replay, and gradients already by the next forward, since a pool reuses what a backward frees for what it returns;
 recording runs the network for real and so moves buffers and generators. What would wait for the device
 (reading a value on the host) cannot be recorded. It models no streams, memory pools or kernels.
@@ -17,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::unique_dim"}
@@ -31,6 +32,14 @@ class EmulatedTape(TorchDispatchMode):
         self.calls: list[tuple] = []
         self.later_results: list[Tensor] = []
         self.released = False
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Return an alias of the memory that ``tensor`` has now; whatever happens to the tensor, it stays there."""
+        known = self._places.get(id(tensor))
+        if known is None or known[1].data_ptr() != tensor.data_ptr():
+            known = self._places[id(tensor)] = (tensor, tensor.detach())
+        return known[1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name in HOST_READS:
@@ -42,6 +51,7 @@ class EmulatedTape(TorchDispatchMode):
         fresh = [leaf.untyped_storage().data_ptr() not in inputs for leaf in leaves]
         mutates = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if any(fresh) or mutates:  # a pure view needs no replay: its tensor still looks at the same memory
+            args, kwargs, leaves = tree_map_only(Tensor, self._place, (args, kwargs, leaves))
             self.calls.append((func, args, kwargs, leaves, fresh))
         return result
 
@@ -49,7 +59,12 @@ class EmulatedTape(TorchDispatchMode):
         assert not self.released, "replay after release"
         below = torch._C._AutoDispatchBelowAutograd()
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with (
+                torch.no_grad(),
+                torch.autocast("cpu", enabled=False),
+                torch._C._DisableTorchDispatch(),
+                torch._C.DisableTorchFunction(),
+            ):
                 for tensor in self.later_results:
                     tensor.fill_(float("nan"))
                 for func, args, kwargs, leaves, fresh in self.calls:
@@ -64,13 +79,19 @@ class EmulatedTape(TorchDispatchMode):
     def release(self) -> None:
         self.calls = []
         self.later_results = []
+        self._places = {}
         self.released = True
 
 
 class EmulatingRecorder:
-    """Stands in for the CUDA recorder; ``recorded`` counts captures, ``fail_with`` makes the next one raise."""
+    """Stands in for the CUDA recorder; ``recorded`` counts captures, ``fail_with`` makes the next one raise.
 
-    def __init__(self) -> None:
+    With ``shared_pool`` off, the tapes of a recording do not reuse each other's memory, and the gradients of a backward
+    live until the next backward.
+    """
+
+    def __init__(self, shared_pool: bool = True) -> None:
+        self.shared_pool = shared_pool
         self.recorded = 0
         self.fail_with: BaseException | None = None
         self._tapes: list[EmulatedTape] = []
@@ -86,7 +107,7 @@ class EmulatingRecorder:
         tape = EmulatedTape()
         with tape:
             result = run()
-        for earlier in self._tapes:
+        for earlier in self._tapes if self.shared_pool else ():
             earlier.later_results += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._tapes.append(tape)
         self.recorded += 1

@@ -13,20 +13,17 @@ from torch import nn
 from ultralytics.nn.modules import Detect
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils import LOGGER, RANK
-from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
 from ultralytics.utils.torch_utils import is_qat, unwrap_model
 
 from detgraph.cfg import precision_blocker
 
-from .network import EagerNetworkStep, GraphedNetworkStep
+from .network import KNOWN_OBJECTIVES, EagerNetworkStep, GraphedNetworkStep
 from .recorders import CudaRecorder
 from .upstream import loop_drift
 
 if TYPE_CHECKING:
     from .loop import LightningDetectionTrainer
 
-# The objectives whose use of the predictions the view's layout contract was read from.
-KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
 REPLACEABLE_METHODS = ("forward", "predict", "_predict_once", "loss", "init_criterion")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from ultralytics.utils import LOGGER
+from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
 from ultralytics.utils.torch_utils import unwrap_model
 
 from detgraph.cfg import CaptureOptions
@@ -25,6 +26,8 @@ from .state import NetworkState, largest_difference, same_bits
 RECORDING = "step that was recorded"
 OTHER_SHAPE = "batch of another shape"
 TOO_EARLY = "before the step that may be recorded"
+# The objectives whose use of the predictions the view's layout contract was read from.
+KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
 
 
 class EagerNetworkStep:
@@ -67,6 +70,7 @@ class Observed:
     before: NetworkState
     signature: Signature
     incoming: list[Tensor | None]
+    handles: list
 
 
 class GraphedNetworkStep(EagerNetworkStep):
@@ -106,6 +110,7 @@ class GraphedNetworkStep(EagerNetworkStep):
         self._serial = 0
         self._awaiting_backward = False
         self._own_gradients: dict[nn.Parameter, Tensor] = {}
+        self._uses: list[int] = []  # of each static gradient's storage when nothing outside the recording uses it
 
     @property
     def recorded(self) -> bool:
@@ -132,13 +137,23 @@ class GraphedNetworkStep(EagerNetworkStep):
         if self.recording is not None:
             change = self.signature.change(images)
             if change is None:
+                self._protect_gradients()
+                change = self._kept_gradient()
+            if change is None:
                 return None
             self._retire(change)
         if self.blocked:
             return self.blocked
         if self.report.steps < self.options.record_at_step:
             return TOO_EARLY
-        return recording_obstacle(self.network.model, images.device.type) or RECORDING
+        return recording_obstacle(self.network.model, images) or self._unknown_objective() or RECORDING
+
+    def _unknown_objective(self) -> str | None:
+        """Return the name of an objective that the view's layout contract does not know; it may be set at any time."""
+        criterion = getattr(self.network, "criterion", None)
+        if criterion is None or type(criterion) in KNOWN_OBJECTIVES:
+            return None
+        return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"
 
     # Replay -----------------------------------------------------------------------------------------------------
 
@@ -146,7 +161,6 @@ class GraphedNetworkStep(EagerNetworkStep):
         recording = self.recording
         if self.options.verify:
             self._before = NetworkState.take(self.network, images.device)
-        self._protect_gradients()
         recording.input.copy_(images)
         self._serial += 1
         self._awaiting_backward = True
@@ -199,7 +213,8 @@ class GraphedNetworkStep(EagerNetworkStep):
         for parameter in shared:
             gradient = parameter.grad
             own = self._own_gradients.get(parameter)
-            if own is None or own.shape != gradient.shape or own.dtype != gradient.dtype or _address(own) in taken:
+            unfit = own is None or own.shape != gradient.shape or own.dtype != gradient.dtype
+            if unfit or _address(own) in taken or _uses(own) > 1:
                 own = self._own_gradients[parameter] = torch.empty_like(gradient)
             sources.append(gradient)
             targets.append(own)
@@ -207,7 +222,17 @@ class GraphedNetworkStep(EagerNetworkStep):
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
             for parameter, own in zip(shared, targets, strict=True):
-                parameter.grad = own
+                parameter.grad = own.detach()  # whoever keeps it shows in the number of uses
+
+    def _kept_gradient(self) -> str | None:
+        """Return what is kept of the last gradients outside of ``.grad``, where the next replay would overwrite it."""
+        for i, (before, now) in enumerate(zip(self._uses, map(_uses, self.recording.gradients), strict=True)):
+            if now > before:
+                parameter = self.recording.parameters[i]
+                names = (name for name, p in self.network.named_parameters() if p is parameter)
+                name = next(names, "a parameter that left the network")
+                return f"an earlier gradient of {name} is still in use"
+        return None
 
     # Recording --------------------------------------------------------------------------------------------------
 
@@ -224,15 +249,19 @@ class GraphedNetworkStep(EagerNetworkStep):
             before.restore()
             return self.model(images)
         incoming: list[Tensor | None] = [None] * len(outputs)
-        for i, output in enumerate(outputs):
-            if output.requires_grad:
-                output.register_hook(lambda gradient, i=i: incoming.__setitem__(i, gradient))
-        self._observed = Observed(view, images.detach(), mode, before, signature, incoming)
+        handles = [
+            output.register_hook(lambda gradient, i=i: incoming.__setitem__(i, gradient))
+            for i, output in enumerate(outputs)
+            if output.requires_grad
+        ]
+        self._observed = Observed(view, images.detach(), mode, before, signature, incoming, handles)
         return view.restore(outputs)
 
     def after_backward(self) -> None:
         observed, self._observed = self._observed, None
         if observed is not None and any(gradient is not None for gradient in observed.incoming):
+            for handle in observed.handles:
+                handle.remove()
             self._record(observed)
         elif self._before is not None and self.recording is not None and not self._awaiting_backward:
             self._verify(self._before)
@@ -245,7 +274,7 @@ class GraphedNetworkStep(EagerNetworkStep):
         problem: str | None = "interrupted"
         try:
             problem = self._capture_and_check(recording, observed.before)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the same pass without a recorder is the fit's own eager step
             problem = f"recording failed: {_first_line(error)}"
             recording.release()
             self._require_device(error)
@@ -259,8 +288,9 @@ class GraphedNetworkStep(EagerNetworkStep):
         self._recordings += 1
         self.report.recordings += 1
         self.recording, self.signature = recording, observed.signature
+        self._uses = list(map(_uses, recording.gradients))
 
-    def _require_device(self, error: RuntimeError) -> None:
+    def _require_device(self, error: Exception) -> None:
         """Give the memory of a failed recording back; raise a clear error if the device does not answer any more."""
         try:
             self.recorder.settle()
@@ -347,7 +377,8 @@ class GraphedNetworkStep(EagerNetworkStep):
             after.restore()
         self.report.seconds["checking"] += time.perf_counter() - started
         if wrong:
-            self._retire(wrong)
+            self.report.retire(wrong)
+            self._release()
             self._block(wrong)
 
     # Ends -------------------------------------------------------------------------------------------------------
@@ -373,6 +404,7 @@ class GraphedNetworkStep(EagerNetworkStep):
         recording, self.recording, self.signature = self.recording, None, None
         if recording is None:
             return
+        self._serial += 1  # a backward of the last forward has nothing to replay any more
         static = {_address(gradient) for gradient in recording.gradients if gradient is not None}
         for parameter in self.network.parameters():
             if parameter.grad is not None and _address(parameter.grad) in static:
@@ -383,6 +415,11 @@ class GraphedNetworkStep(EagerNetworkStep):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _uses(tensor: Tensor | None) -> int:
+    """Return how many tensors share the storage of ``tensor``, itself included."""
+    return 0 if tensor is None else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
 
 
 def _first_line(error: BaseException) -> str:

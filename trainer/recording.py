@@ -46,21 +46,31 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state of a forward, to be entered again elsewhere; its weight cache stays off there.
+    """The autocast state of a forward, to be entered again elsewhere, with a weight cache of its own.
 
-    A cached cast made outside a recording would be missing from it, one made inside would leak out of it.
+    A cached cast made outside a recording would be missing from it, one made inside would leak out of it: the cache
+    is empty when the forward starts and when it has ended. Whether there is one is part of the state, because a
+    weight that is used twice sums its gradients before the cast with it and after the cast without.
     """
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
+    cache: bool
 
     @classmethod
     def now(cls, device_type: str) -> Autocast:
-        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
-    def forward(self) -> AbstractContextManager:
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache):
+                yield
+        finally:
+            torch.clear_autocast_cache()
 
     def backward(self) -> AbstractContextManager:
         """Backward passes run outside autocast, as the training loop's do."""

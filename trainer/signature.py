@@ -24,6 +24,7 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple("_global" + name for name in MODULE_HOOKS)
 CONTAINERS = ("_parameters", "_buffers", "_modules")
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module; the rest may be baked in
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,14 @@ RECORDABLE = {
 }
 
 
-def recording_obstacle(root: nn.Module, device_type: str) -> str | None:
-    """Return what keeps the network from being recorded right now, or None: hooks and modes run Python each step."""
-    readers = _context(device_type)
+def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
+    """Return what keeps the network from being recorded right now, or None: hooks and modes run Python each step.
+
+    A recording sends no gradient to its input, so an input that wants one cannot be recorded either.
+    """
+    if images.requires_grad:
+        return "input requires_grad: True"
+    readers = _context(images.device.type)
     for name, allowed in RECORDABLE.items():
         if (value := readers[name]()) != allowed:
             return f"{name}: {value}"
@@ -167,7 +173,7 @@ class Signature:
         hooks = [getattr(module, name) for module in modules for name in MODULE_HOOKS]
         scalars, others = [], []
         for attributes, path in zip(own, paths, strict=True):
-            public = [key for key in attributes if not key.startswith("_")]
+            public = [key for key in attributes if key not in INTERNAL]
             names = [key for key in public if isinstance(attributes[key], SCALARS)]
             scalars.append((attributes, itemgetter(*names), path, names))
             others += [(attributes, key, path) for key in public if key not in names]
@@ -205,7 +211,7 @@ class Signature:
         def number(baked: list, now: list) -> str:
             i = _first_difference(baked, now)
             new = [key for key in own[i] if key not in (scalars[i][3] + [k for a, k, _ in others if a is own[i]])]
-            new = [key for key in new if not key.startswith("_")]
+            new = [key for key in new if key not in INTERNAL]
             return f"attributes of {paths[i]}: {baked[i]} -> {now[i]}" + (f" (new: {', '.join(new)})" if new else "")
 
         def hook(baked: bool, now: bool) -> str:

@@ -1,0 +1,277 @@
+"""Making a recording: proven before it counts, without a trace where it fails, watched where that is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from detgraph.trainer import digests
+from detgraph.trainer.network import RECORDING, GraphedNetworkStep
+from detgraph.trainer.recording import Recording
+from detgraph.trainer.state import NetworkState
+from emulator import EmulatedTape, EmulatingRecorder
+from steps import Fit, make_batch, twin
+
+
+class LyingRecorder(EmulatingRecorder):
+    """From its ``since``-th replay on, one tape of a recording leaves one tensor one unit in the last place off.
+
+    The self-check is the first replay of a recording. ``find`` picks the tensor from a tape's result.
+    """
+
+    def __init__(self, tape: int, find, since: int = 1) -> None:
+        super().__init__()
+        self.tape, self.find, self.since = tape, find, since
+
+    def capture(self, run):
+        result, tape = super().capture(run)
+        if (self.recorded - 1) % 2 == self.tape:
+            self._lie(tape, self.find(result))
+        return result, tape
+
+    def _lie(self, tape: EmulatedTape, victim: torch.Tensor) -> None:
+        honest, count = tape.replay, 0
+
+        def replay() -> None:
+            nonlocal count
+            honest()
+            count += 1
+            if count >= self.since:
+                with torch.no_grad():
+                    first = victim.detach().view(-1)[:1]
+                    first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
+
+        tape.replay = replay
+
+
+class Buffers:
+    """Finds a buffer of the model that is being prepared, whatever the tape returns."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.model = path, None
+
+    def prepare(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, result: object) -> torch.Tensor:
+        return self.model.get_buffer(self.path)
+
+
+BUFFER = Buffers("model.3.bn.running_var")
+LIES = [
+    ("output 1", 0, lambda outputs: outputs[1]),
+    ("gradient of model.0.conv.weight", 1, lambda gradients: gradients[0]),
+    ("buffer model.3.bn.running_var", 0, BUFFER),
+]
+
+
+@pytest.mark.parametrize("name, tape, find", LIES, ids=[lie[0] for lie in LIES])
+def test_a_wrong_recording_is_never_used(name, tape, find, warned):
+    lying = {"recorder": lambda: LyingRecorder(tape, find), "prepare": BUFFER.prepare}
+    unchecked = twin(options={"self_check": False}, **lying)
+    assert unchecked.differences and unchecked.report.replayed == 6 and not warned
+
+    pair = twin(**lying)
+    pair.assert_same(replayed=0)
+    assert f"self-check: {name} of the replay is off by" in pair.report.blocked
+    assert pair.report.recordings == 0 and not pair.replaying.network_step.recorded
+    assert len(warned) == 1 and name in warned[0]
+
+
+@pytest.mark.parametrize("name, tape, find", LIES, ids=[lie[0] for lie in LIES])
+def test_verify_notices_the_step_at_which_a_replay_goes_wrong(name, tape, find, warned):
+    """The self-check and two replays are right; the third, at step 3, is not."""
+    lying = {"recorder": lambda: LyingRecorder(tape, find, since=4), "prepare": BUFFER.prepare}
+    blind = twin(**lying)
+    assert blind.differences and blind.report.replayed == 6 and not warned
+
+    pair = twin(options={"capture_network": "verify"}, **lying)
+    assert pair.report.replayed == 3 and pair.report.recordings == 1
+    assert [r["step"] for r in pair.report.retirements] == [4] and name in pair.reasons[0]
+    assert name in pair.report.blocked and pair.report.eager == {RECORDING: 1, pair.report.blocked: 3}
+    assert len(warned) == 1
+    for trace in (pair.eager.trace, pair.replaying.trace):  # right up to there
+        assert len(trace.losses) == 7
+    assert pair.eager.trace.parameters[:3] == pair.replaying.trace.parameters[:3]
+
+
+def test_verify_says_it_once_when_no_recording_is_left(warned):
+    lying = {"recorder": lambda: LyingRecorder(*LIES[0][1:], since=3)}
+    pair = twin(options={"capture_network": "verify", "max_recordings": 1}, **lying)
+    assert "output 1" in pair.report.blocked and "recordings were retired" not in pair.report.blocked
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_verify_changes_nothing_in_a_sound_fit(accumulate):
+    twin(options={"capture_network": "verify"}, accumulate=accumulate).assert_same(replayed=6)
+
+
+class Noisy(nn.Module):
+    """Adds noise that no generator of the process accounts for."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
+
+    def forward(self, x):
+        return self.inner(x) + 1e-3 * torch.tensor(list(os.urandom(8))).view(1, 8, 1, 1)
+
+
+def add_noise(model: nn.Module) -> None:
+    model.model[8] = Noisy(model.model[8])
+
+
+def test_a_network_that_does_not_reproduce_itself_is_kept_and_reported():
+    fit = Fit(True, prepare=add_noise).run(4)
+    assert fit.report.replayed == 3 and fit.report.blocked is None
+    assert "output 0" in fit.report.unverifiable and "gradient of model.0.conv.weight" in fit.report.unverifiable
+    assert "buffer model.0.bn.running_mean" not in fit.report.unverifiable  # above the noise
+
+
+def test_what_is_reproducible_beside_the_noise_is_still_proven():
+    recorder = lambda: LyingRecorder(0, BUFFER)  # noqa: E731
+    fit = Fit(True, recorder=recorder, prepare=lambda model: (add_noise(model), BUFFER.prepare(model))).run(4)
+    assert fit.report.replayed == 0 and "buffer model.3.bn.running_var" in fit.report.blocked
+
+
+def test_verify_does_not_blame_the_noise():
+    fit = Fit(True, prepare=add_noise, options={"capture_network": "verify"}).run(4)
+    assert fit.report.replayed == 3 and fit.report.blocked is None
+
+
+# Failures ---------------------------------------------------------------------------------------------------------
+
+
+class FailingRecorder(EmulatingRecorder):
+    """Raises once, at the forward's capture (1) or after the backward has run inside its own (2)."""
+
+    def __init__(self, error: BaseException, capture: int) -> None:
+        super().__init__()
+        self.error, self.number, self.count = error, capture, 0
+
+    def capture(self, run):
+        self.count += 1
+        if self.count == self.number:
+
+            def run_and_fail(run=run):
+                run()
+                raise type(self.error)(*self.error.args)  # a fresh one: its traceback holds what it passed
+
+            return super().capture(run_and_fail)
+        return super().capture(run)
+
+
+ERRORS = [
+    RuntimeError("CUDA error: operation failed due to a previous error during capture"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    MemoryError("out of memory"),
+    ValueError("a block that looked at its call count"),
+]
+
+
+@pytest.mark.parametrize("capture", [1, 2])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_failed_capture_leaves_no_trace(error, capture, warned):
+    before = torch.is_autocast_cache_enabled()
+    amp = torch.bfloat16 if capture == 2 else None
+    pair = twin(steps=4, accumulate=2, amp=amp, recorder=lambda: FailingRecorder(error, capture))
+    pair.assert_same(replayed=0)
+    assert pair.report.blocked == f"recording failed: {error}"
+    assert pair.report.eager == {RECORDING: 1, pair.report.blocked: 3}
+    assert len(warned) == 1 and str(error) in warned[0]
+    assert torch.is_autocast_cache_enabled() == before
+    assert_ordinary(pair.replaying)
+
+
+def test_without_the_restore_a_failed_capture_shows(monkeypatch):
+    monkeypatch.setattr(NetworkState, "restore", lambda self: None)
+    pair = twin(steps=4, recorder=lambda: FailingRecorder(RuntimeError("no"), 2))
+    assert any(text.startswith("buffers[0]") for text in pair.differences)
+
+
+def assert_ordinary(fit: Fit) -> None:
+    """The model has nothing of the capture in it: no attribute, hook, alias or foreign gradient."""
+    pristine = Fit(False)
+    for (name, module), (_, other) in zip(fit.model.named_modules(), pristine.model.named_modules(), strict=True):
+        assert vars(module).keys() == vars(other).keys(), name
+        assert not module._forward_hooks and not module._backward_hooks
+    assert all(type(p) is nn.Parameter and not p._backward_hooks for p in fit.model.parameters())
+
+
+def test_an_interrupt_in_the_capture_leaves_as_such_and_without_a_trace():
+    eager = Fit(False, accumulate=9).run(1)
+    fit = Fit(True, accumulate=9, recorder=lambda: FailingRecorder(KeyboardInterrupt(), 2))
+    with pytest.raises(KeyboardInterrupt):
+        fit.run(1)
+    assert digests.gradients(fit.model) == digests.gradients(eager.model)
+    assert digests.digest(dict(fit.model.named_buffers())) == digests.digest(dict(eager.model.named_buffers()))
+    assert digests.generators() == eager.trace.generators[0]
+    assert not fit.network_step.recorded and fit.report.blocked is None
+    assert_ordinary(fit)
+    fit.end()
+
+
+def test_the_next_fit_of_the_process_records_again():
+    failed = Fit(True, recorder=lambda: FailingRecorder(RuntimeError("no"), 1)).run(3).end()
+    assert failed.report.recordings == 0
+    options, report = failed.report.options, type(failed.report)(failed.report.options)
+    again = GraphedNetworkStep(failed.model, EmulatingRecorder(), failed.shape, options, report)
+    for seed in range(3):
+        batch = make_batch(seed)
+        failed.model.loss(batch, again(batch["img"]))[0].sum().backward()
+        again.after_backward()
+    assert report.replayed == 2
+
+
+def test_a_failed_recording_is_not_kept(monkeypatch):
+    made = []
+    release = Recording.release
+
+    def observed(recording: Recording) -> None:
+        made.append(weakref.ref(recording))
+        release(recording)
+
+    monkeypatch.setattr(Recording, "release", observed)
+    gc.disable()
+    try:
+        fit = Fit(True, recorder=lambda: FailingRecorder(RuntimeError("no"), 2)).run(1)
+        assert fit.report.blocked and made and all(recording() is None for recording in made)
+    finally:
+        gc.enable()
+
+
+def test_an_error_between_forward_and_backward_costs_one_step():
+    """The first time while the step is being observed, the second time after a replayed forward."""
+
+    def fail(fit: Fit) -> None:
+        fit.before_backward = fail_once(fit)
+
+    def fail_once(fit: Fit):
+        def raise_once() -> None:
+            fit.before_backward = lambda: None
+            raise RuntimeError("injected")
+
+        return raise_once
+
+    pair = twin({0: fail, 4: fail}, steps=8, accumulate=3, accept=RuntimeError)
+    pair.assert_same(replayed=6)
+    assert len(pair.replaying.trace.errors) == 2 and pair.reasons == []
+
+
+def test_dropping_twice_and_without_a_recording_is_allowed():
+    fit = Fit(True)
+    fit.network_step.drop("early")
+    fit.run(2)
+    for _ in range(2):
+        fit.network_step.drop("late")
+    with contextlib.closing(fit.cleanup):
+        fit.run(2)
+    assert fit.report.recordings == 2
