@@ -1,7 +1,8 @@
 """One arm of a comparison: a process that runs fits on request, by one loop only, and answers with digests.
 
 `python tests/arm.py stock` cannot import detgraph or lightning and insists on upstream's own trainer class;
-`ours` and `emulated` run `LightningDetectionTrainer`, eagerly or replaying through the emulating recorder. A request
+`ours` and `emulated` run `LightningDetectionTrainer`, eagerly or replaying through the emulating recorder; with
+`draws-on-import` as a second word, importing Lightning moves the generators. A request
 is a line of JSON on standard input: {"args": upstream's arguments, "perturb": [[name, arguments], ...], "out": file};
 the answer is written to the file. Every arm applies perturbations and observes at the same places.
 """
@@ -36,6 +37,20 @@ def load_digests():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class DrawsOnImport(importlib.abc.MetaPathFinder):
+    """Draws from every generator when Lightning is imported, as optional packages that it finds may do."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "lightning":
+            import random
+
+            import numpy
+            import torch
+
+            random.random(), numpy.random.rand(), torch.rand(1)
+        return None
 
 
 class Log(logging.Handler):
@@ -162,6 +177,8 @@ def main() -> None:
     kind = sys.argv[1]
     if kind == "stock":
         sys.meta_path.insert(0, Banned())
+    if "draws-on-import" in sys.argv:
+        sys.meta_path.insert(0, DrawsOnImport())
     import torch
 
     torch.set_num_threads(1)

@@ -20,8 +20,9 @@ class Arm:
     It sees no GPU unless ``cuda`` says so: a comparison on the CPU must not depend on the machine having one.
     """
 
-    def __init__(self, kind: str, cuda: bool = False) -> None:
+    def __init__(self, kind: str, *words: str, cuda: bool = False) -> None:
         self.kind = kind
+        self.words = words
         self.hidden = {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
         self.process: subprocess.Popen | None = None
         self.folder = Path(tempfile.mkdtemp(prefix=f"detgraph-{kind}-"))
@@ -35,7 +36,7 @@ class Arm:
             environment = {**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", **self.hidden}
             self.log = open(self.folder / "log.txt", "w")  # noqa: SIM115 open as long as the process
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "arm.py"), self.kind],
+                [sys.executable, str(HERE / "arm.py"), self.kind, *self.words],
                 stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.PIPE, text=True, env=environment,
                 cwd=self.folder,
             )  # fmt: skip

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .state import Generators
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -35,13 +37,16 @@ def _import_lightning() -> None:
     """Import Lightning and take back what that does to the process.
 
     The import replaces the formatter of warnings, adds filters, sets a variable that changes how torch looks for GPUs,
-    and gives its loggers a level: one that the program had given them stays.
+    and gives its loggers a level: one that the program had given them stays. It also imports whatever optional
+    packages are there, and what those draw from the generators would change the fit, which is seeded by now.
     """
+    generators = Generators.take()
     variables, format_warning = set(os.environ), warnings.formatwarning
     levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning.pytorch  # noqa: F401
+    generators.restore()
     warnings.formatwarning = format_warning
     for name in set(os.environ) - variables:
         del os.environ[name]

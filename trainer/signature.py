@@ -193,6 +193,13 @@ class Signature:
             j = next(j for j, (a, b) in enumerate(pairs) if a != b)
             return f"attribute {names[j]} of {path}: {pairs[j][0]!r} -> {pairs[j][1]!r}"
 
+        filled = [container for container in containers if container]
+        empty = [container for container in containers if not container]
+
+        def elements() -> list[int]:
+            ids = list(map(id, chain.from_iterable(map(dict.values, filled))))
+            return ids if not any(empty) else [*ids, -1]  # most containers hold nothing, and go on to
+
         def element(baked: list, now: list) -> str:
             for (container, size), kind in zip(sizes, kinds * len(modules), strict=True):
                 if len(container) != size:
@@ -238,11 +245,7 @@ class Signature:
             Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),
             Guard("set of module attributes", lambda: list(map(len, own)), number),
             Guard("object attributes", lambda: [id(attributes[key]) for attributes, key, _ in others], other),
-            Guard(
-                "modules, parameters and buffers",
-                lambda: list(map(id, chain.from_iterable(map(dict.values, containers)))),
-                element,
-            ),
+            Guard("modules, parameters and buffers", elements, element),
             Guard("module hooks", lambda: any(hooks), hook),
         ]
 

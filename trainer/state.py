@@ -11,31 +11,48 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
+class Generators:
+    """The states of every generator that a fit may draw from: Python's, NumPy's, torch's, and a CUDA device's."""
+
+    python: tuple
+    numpy: tuple
+    cpu: Tensor
+    cuda: Tensor | None
+    device: torch.device | None
+
+    @classmethod
+    def take(cls, device: torch.device | None = None) -> Generators:
+        on_cuda = device is not None and device.type == "cuda"
+        cuda = torch.cuda.get_rng_state(device) if on_cuda else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, device)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+@dataclass(frozen=True)
 class NetworkState:
-    """A copy of a module's buffers and of every generator a forward may draw from (Python, NumPy, CPU, CUDA)."""
+    """A copy of a module's buffers and of every generator that its forward may draw from."""
 
     buffers: tuple[Tensor, ...]
     saved: tuple[Tensor, ...]
-    generators: tuple
+    generators: Generators
 
     @classmethod
     def take(cls, module: nn.Module, device: torch.device) -> NetworkState:
         buffers = tuple(module.buffers())
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        generators = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, device)
-        return cls(buffers, tuple(buffer.detach().clone() for buffer in buffers), generators)
+        return cls(buffers, tuple(buffer.detach().clone() for buffer in buffers), Generators.take(device))
 
     def restore(self) -> None:
         """Write the copy back in place: addresses stay, and recorded work keeps finding its buffers."""
         with torch.no_grad():
             for buffer, saved in zip(self.buffers, self.saved, strict=True):
                 buffer.copy_(saved)
-        python, numpy, cpu, cuda, device = self.generators
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        self.generators.restore()
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -38,8 +38,11 @@ def data(tmp_path_factory, make_dataset) -> str:
 
 
 @pytest.fixture(scope="module")
-def cuda_arms():
+def cuda_arms(data: str):
+    """Arms whose first fit is over: what upstream imports during it may draw from the generators."""
     arms = {kind: Arm(kind, cuda=True) for kind in ("stock", "ours")}
+    for arm in arms.values():
+        arm.fit({**BASE, "amp": False, "nbs": 4, "epochs": 1, "data": data})
     yield arms
     for arm in arms.values():
         arm.close()

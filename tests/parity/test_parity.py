@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from arms import differences
+from arms import Arm, differences
 
 from .conftest import BASE
 
@@ -91,6 +91,14 @@ def test_same_bytes_as_upstream(case: Case, small_data, stock_arm, our_arm, emul
     set_aside = sum(n for reason, n in report["eager"].items() if reason in SET_ASIDE)
     assert report["replayed"] >= 0.9 * (report["steps"] - set_aside)
     assert report["replayed"] > 0
+
+
+def test_importing_lightning_does_not_move_the_generators(small_data, stock_arm) -> None:
+    """The first fit of a process imports Lightning after upstream has seeded it."""
+    arm = Arm("ours", "draws-on-import")
+    args = {**BASE, "data": small_data["eight"], "epochs": 1}
+    assert not differences(stock_arm.fit(args), arm.fit(args))
+    arm.close()
 
 
 SET_ASIDE = ("step that was recorded", "batch of another shape")
