@@ -18,10 +18,11 @@ from ultralytics.utils.torch_utils import unwrap_model
 from detgraph.cfg import CaptureOptions
 from detgraph.models import NetworkView, UnsupportedNetwork
 
+from . import proof
 from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
 from .signature import Signature, recording_obstacle
-from .state import NetworkState, largest_difference, same_bits
+from .state import NetworkState
 
 RECORDING = "step that was recorded"
 OTHER_SHAPE = "batch of another shape"
@@ -310,54 +311,29 @@ class GraphedNetworkStep(EagerNetworkStep):
         started = time.perf_counter()
         self.recorder.settle()  # the observed step's memory goes back before the same again is taken on another stream
         with self.recorder.session(), parameter_aliases(self.network) as aliases:
-            expected = self._run(recording, before, lambda: recording.eager(aliases))
-            control = self._run(recording, before, lambda: recording.eager(aliases))
-            unverifiable = set(self._differences(expected, control))
-            del control
+            expected = self._eager_results(recording, before, aliases)
+            unverifiable = set(proof.differences(expected, self._eager_results(recording, before, aliases)))
             self.recorder.settle()
             before.restore()
             recording.capture(aliases)
-        self.report.seconds["recording"] += time.perf_counter() - started
-        return self._check(recording, before, expected, unverifiable) if self.options.self_check else None
-
-    def _run(self, recording: Recording, state: NetworkState, run) -> dict[str, Tensor | None]:
-        """Run forward and backward from ``state``; returns copies or fresh results by name, buffers included."""
-        state.restore()
-        result = run()
-        names = [name for name, p in self.network.named_parameters() if p.requires_grad]
-        named = {f"output {i}": output for i, output in enumerate(result.outputs)}
-        named |= {f"gradient of {name}": g for name, g in zip(names, result.gradients, strict=True)}
-        named |= {f"buffer {name}": buffer.detach().clone() for name, buffer in self.network.named_buffers()}
-        return named
-
-    def _replayed_results(self, recording: Recording):
+        recorded = time.perf_counter()
+        self.report.seconds["recording"] += recorded - started
+        if not self.options.self_check:
+            return None
+        before.restore()
         recording.forward()
         recording.backward()
-        return recording
-
-    def _check(self, recording: Recording, before: NetworkState, expected: dict, unverifiable: set) -> str | None:
-        """Replay from the observed state; return what differs from the eager results, or None."""
-        started = time.perf_counter()
-        replayed = self._run(recording, before, lambda: self._replayed_results(recording))
-        wrong = self._judge(expected, replayed, unverifiable)
-        self.report.seconds["checking"] += time.perf_counter() - started
+        replayed = proof.results(self.network, recording.outputs, recording.gradients)
+        wrong = proof.verdict(expected, replayed, unverifiable)
+        if wrong is None:
+            self.report.unverifiable += sorted(unverifiable - set(self.report.unverifiable))
+        self.report.seconds["checking"] += time.perf_counter() - recorded
         return wrong
 
-    def _judge(self, expected: dict, replayed: dict, unverifiable: set) -> str | None:
-        for name, difference in self._differences(expected, replayed).items():
-            if name not in unverifiable:
-                return f"self-check: {name} of the replay is off by {difference:g}"
-        new = sorted(unverifiable - set(self.report.unverifiable))
-        self.report.unverifiable += new
-        return None
-
-    @staticmethod
-    def _differences(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> dict[str, float]:
-        different = [name for name in a if not same_bits(a[name], b[name])]
-        return {
-            name: float("inf") if a[name] is None or b[name] is None else largest_difference(a[name], b[name])
-            for name in different
-        }
+    def _eager_results(self, recording: Recording, before: NetworkState, aliases: dict) -> proof.Results:
+        before.restore()
+        result = recording.eager(aliases)
+        return proof.results(self.network, result.outputs, result.gradients)
 
     def _verify(self, before: NetworkState) -> None:
         """Compare the replay that has just run with an eager pass of the same input and incoming gradients."""
@@ -365,14 +341,11 @@ class GraphedNetworkStep(EagerNetworkStep):
         self._before = None
         recording = self.recording
         after = NetworkState.take(self.network, recording.input.device)
+        replayed = proof.results(self.network, recording.outputs, recording.gradients)
         try:
-            names = [name for name, p in self.network.named_parameters() if p.requires_grad]
-            replayed = {f"output {i}": output for i, output in enumerate(recording.outputs)}
-            replayed |= {f"gradient of {n}": g for n, g in zip(names, recording.gradients, strict=True)}
-            replayed |= {f"buffer {n}": b.detach().clone() for n, b in self.network.named_buffers()}
             with self.recorder.session(), parameter_aliases(self.network) as aliases:
-                expected = self._run(recording, before, lambda: recording.eager(aliases))
-            wrong = self._judge(expected, replayed, set(self.report.unverifiable))
+                expected = self._eager_results(recording, before, aliases)
+            wrong = proof.verdict(expected, replayed, self.report.unverifiable)
         finally:
             after.restore()
         self.report.seconds["checking"] += time.perf_counter() - started

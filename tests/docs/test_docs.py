@@ -283,7 +283,7 @@ def test_reasons_are_documented():
     assert len(found) > 10
     found += returned_reasons(read("trainer/upstream.py"), "drift")
     found += returned_reasons(read("cfg/options.py"), "blocker")
-    found += returned_reasons(read("trainer/network.py"), "_judge") + assigned(read("trainer/network.py"), "problem")
+    found += returned_reasons(read("trainer/proof.py"), "verdict") + assigned(read("trainer/network.py"), "problem")
     assert not missing(found, text)
 
 

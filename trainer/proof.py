@@ -1,0 +1,43 @@
+"""What a pass through the network leaves, by name, and what two passes that should be the same differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from .state import largest_difference, same_bits
+
+Results = dict[str, Tensor | None]
+
+
+def results(network: nn.Module, outputs: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> Results:
+    """Return outputs, gradients of the trainable parameters in their order, and copies of the buffers, by name.
+
+    Outputs and gradients are the tensors given: those of a recording must be compared before its next replay.
+    """
+    names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    named: Results = {f"output {i}": output for i, output in enumerate(outputs)}
+    named |= {f"gradient of {name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+    named |= {f"buffer {name}": buffer.detach().clone() for name, buffer in network.named_buffers()}
+    return named
+
+
+def differences(a: Results, b: Results) -> dict[str, float]:
+    """Return the largest absolute difference by name, for what is not the same to the bit; inf where one is missing."""
+    different = [name for name in a if not same_bits(a[name], b[name])]
+    return {
+        name: float("inf") if a[name] is None or b[name] is None else largest_difference(a[name], b[name])
+        for name in different
+    }
+
+
+def verdict(expected: Results, replayed: Results, unverifiable: Iterable[str]) -> str | None:
+    """Return the first result that a replay gets wrong, and by how much, or None.
+
+    Names in ``unverifiable`` do not count: an eager pass does not reproduce them either.
+    """
+    for name, difference in differences(expected, replayed).items():
+        if name not in unverifiable:
+            return f"self-check: {name} of the replay is off by {difference:g}"
+    return None
