@@ -167,7 +167,8 @@ class LightningDetectionTrainer(DetectionTrainer):
         from .module import DetectionModule, RecordingEnds
 
         self.loop_state = state
-        self.capture_report.start(self.device)
+        if self.capture.enabled:
+            self.capture_report.start(self.device)
         try:
             while True:
                 self.network_step, blocker = network_step_for(self)
@@ -234,8 +235,8 @@ class LightningDetectionTrainer(DetectionTrainer):
         return super().progress_string() + ours
 
     def _say_not_in_force(self, blocker: str) -> None:
-        self.capture_report.block(blocker)
-        if self.capture.enabled:
+        known, self.capture_report.blocked = self.capture_report.blocked, blocker
+        if self.capture.enabled and known != blocker:  # a smaller batch starts anew, and would say it again
             LOGGER.warning(
                 f"capture_network={self.capture.capture_network} is not in force: {blocker}. "
                 "The fit trains eagerly, with the same result."
