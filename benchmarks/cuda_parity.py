@@ -148,7 +148,7 @@ class Bench:
         if CUDA:
             result.reserved, result.allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         result.state = d.fit_digests(t)
-        t.network_step.drop("arm ended")
+        t.network_step.drop()
         result.report = report.to_dict()
         return result
 

@@ -34,23 +34,18 @@ def run_fit(kind: str, words: list[str]) -> dict:
 
 
 def environment() -> dict:
+    """Return the report's environment, and what a timing needs besides: driver, cores, torch's build, commit."""
     import torch
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    from detgraph.trainer import report
+
+    versions = report.environment()
     driver = None
-    if gpu:
+    if versions["gpu"]:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    for package in ("ultralytics", "lightning"):
-        try:
-            from importlib.metadata import version
-
-            versions[package] = version(package)
-        except Exception:
-            versions[package] = None
-    commit = os.environ.get("DETGRAPH_COMMIT")
-    return {"gpu": gpu, "driver": driver, **versions, "cores": os.cpu_count(), "commit": commit}
+    more = {"torch": torch.__version__, "driver": driver, "cores": os.cpu_count()}
+    return {**versions, **more, "commit": os.environ.get("DETGRAPH_COMMIT")}
 
 
 def table(record: dict, warmup: int) -> str:

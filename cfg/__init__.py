@@ -5,6 +5,7 @@ This folder is the bottom layer. It imports nothing of ours, and neither torch n
 
 from detgraph.cfg.options import (
     COMMAND_LINE_KEYS,
+    REPORT_NAME,
     CaptureOptionError,
     CaptureOptions,
     check_contradictions,
@@ -18,6 +19,7 @@ from detgraph.cfg.options import (
 
 __all__ = (
     "COMMAND_LINE_KEYS",
+    "REPORT_NAME",
     "CaptureOptionError",
     "CaptureOptions",
     "check_contradictions",

@@ -134,7 +134,7 @@ def backward_under_autocast(monkeypatch) -> None:
 
 
 def no_drop(monkeypatch) -> None:
-    monkeypatch.setattr(GraphedNetworkStep, "drop", lambda self, reason: None)
+    monkeypatch.setattr(GraphedNetworkStep, "drop", lambda self: None)
 
 
 def no_copies_at_release(monkeypatch) -> None:

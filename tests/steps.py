@@ -240,7 +240,7 @@ class Fit:
     def end(self) -> Fit:
         """End the fit as the loop does, undo what events did to the process, and digest what stays."""
         self.cleanup.close()
-        self.network_step.drop("fit ended")
+        self.network_step.drop()
         self.trace.end = {
             "optimizer": digests.digest(*(self.optimizer.state.get(p) for p in self.model.parameters())),
             "ema": digests.digest(dict(self.ema.ema.state_dict()), self.ema.updates) if self.ema else None,

@@ -17,7 +17,7 @@ from ultralytics.utils.torch_utils import is_qat, unwrap_model
 
 from detgraph.cfg import precision_blocker
 
-from .network import KNOWN_OBJECTIVES, EagerNetworkStep, GraphedNetworkStep
+from .network import EagerNetworkStep, GraphedNetworkStep, objective_blocker
 from .recorders import CudaRecorder
 from .upstream import loop_drift
 
@@ -64,9 +64,8 @@ def _network_blocker(trainer: LightningDetectionTrainer) -> str | None:
     head = model.model[-1]
     if not isinstance(head, Detect):
         return f"head {type(head).__qualname__} is not a Detect head"
-    criterion = getattr(model, "criterion", None) or model.init_criterion()
-    if type(criterion) not in KNOWN_OBJECTIVES:
-        return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"
+    if blocker := objective_blocker(model):
+        return blocker
     if is_qat(model):
         return "quantization-aware training (quantize=8) keeps its observers in Python"
     if trainer.recorder is None:
@@ -88,18 +87,22 @@ def nominal_shape(trainer: LightningDetectionTrainer) -> tuple[int, ...]:
     """
     loader = trainer.train_loader
     height = width = trainer.args.imgsz
-    dataset = loader.dataset
-    if getattr(dataset, "rect", False):
-        shapes = [tuple(int(side) for side in shape) for shape in dataset.batch_shapes]
+    if shapes := _rect_shapes(loader.dataset):
         height, width = max(shapes, key=shapes.count)
     return (loader.batch_size, trainer.data["channels"], height, width)
 
 
+def _rect_shapes(dataset: object) -> list[tuple[int, int]]:
+    """Return (height, width) of every batch of a ``rect=True`` data set, and nothing for any other."""
+    if not getattr(dataset, "rect", False):
+        return []
+    return [tuple(int(side) for side in shape) for shape in dataset.batch_shapes]
+
+
 def nominal_share(trainer: LightningDetectionTrainer) -> float:
     """Return the share of an epoch's full batches that will have the nominal shape."""
-    dataset, stride, size = trainer.train_loader.dataset, trainer.stride, trainer.args.imgsz
-    if getattr(dataset, "rect", False):
-        shapes = [tuple(int(side) for side in shape) for shape in dataset.batch_shapes]
+    stride, size = trainer.stride, trainer.args.imgsz
+    if shapes := _rect_shapes(trainer.train_loader.dataset):
         return max(map(shapes.count, shapes)) / len(shapes)
     if scale := trainer.args.multi_scale:  # upstream draws a size uniformly and rounds it down to the stride
         drawn = range(max(stride, int(size * (1.0 - scale))), int(size * (1.0 + scale) + stride))

@@ -14,10 +14,17 @@ from pathlib import Path
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import DEFAULT_CFG, LOGGER, RANK, TQDM
 
-from detgraph.cfg import CaptureOptions, check_contradictions, merge_options, remembered_options, split_options
+from detgraph.cfg import (
+    REPORT_NAME,
+    CaptureOptions,
+    check_contradictions,
+    merge_options,
+    remembered_options,
+    split_options,
+)
 
 from .eligibility import loop_blocker, network_step_for
-from .report import FILE_NAME, CaptureReport
+from .report import CaptureReport
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
 MAX_OUT_OF_MEMORY_RETRIES = 3
@@ -185,7 +192,7 @@ class LightningDetectionTrainer(DetectionTrainer):
                 self._shrink_batch(state, out_of_memory)
         finally:
             if self.network_step is not None:
-                self.network_step.drop("fit ended")
+                self.network_step.drop()
             self._close_report()
         seconds = time.time() - self.train_time_start
         log_as_upstream(LOG_COMPLETED, self, epoch=state.epoch, seconds=seconds)
@@ -235,7 +242,8 @@ class LightningDetectionTrainer(DetectionTrainer):
         return super().progress_string() + ours
 
     def _say_not_in_force(self, blocker: str) -> None:
-        known, self.capture_report.blocked = self.capture_report.blocked, blocker
+        known = self.capture_report.blocked
+        self.capture_report.block(blocker)
         if self.capture.enabled and known != blocker:  # a smaller batch starts anew, and would say it again
             LOGGER.warning(
                 f"capture_network={self.capture.capture_network} is not in force: {blocker}. "
@@ -254,6 +262,6 @@ class LightningDetectionTrainer(DetectionTrainer):
 
         A resumed fit that was told to leave the capture out replaces the file, too: it would answer for it later.
         """
-        file = self.save_dir / FILE_NAME
+        file = self.save_dir / REPORT_NAME
         if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or file.exists()):
             self.capture_report.write(file)

@@ -46,10 +46,10 @@ class RecordingEnds(pl.Callback):
         assert not self.upstream.network_step.recorded, "a recording outlived its fit"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.upstream.network_step.drop("fit ended")
+        self.upstream.network_step.drop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.upstream.network_step.drop(f"{type(exception).__name__}")
+        self.upstream.network_step.drop()
 
 
 class DetectionModule(pl.LightningModule):

@@ -31,6 +31,14 @@ TOO_EARLY = "before the step that may be recorded"
 KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
 
 
+def objective_blocker(network: nn.Module) -> str | None:
+    """Return why the objective's use of the outputs is not known; one is built at the first step if none is set yet."""
+    criterion = getattr(network, "criterion", None)
+    if criterion is None or type(criterion) in KNOWN_OBJECTIVES:
+        return None
+    return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"
+
+
 class EagerNetworkStep:
     """Calls the network as it is; every step counts as eager for ``reason``."""
 
@@ -57,7 +65,7 @@ class EagerNetworkStep:
     def after_backward(self) -> None:
         """Called between the backward pass and whatever uses the gradients."""
 
-    def drop(self, reason: str) -> None:
+    def drop(self) -> None:
         """Give up the recording, if any, and everything that belongs to it. May be called again."""
 
 
@@ -105,7 +113,6 @@ class GraphedNetworkStep(EagerNetworkStep):
         self.recording: Recording | None = None
         self.signature: Signature | None = None
         self.blocked: str | None = None
-        self._recordings = 0
         self._observed: Observed | None = None
         self._before: NetworkState | None = None  # only with verify: the state before the present replay
         self._serial = 0
@@ -147,14 +154,7 @@ class GraphedNetworkStep(EagerNetworkStep):
             return self.blocked
         if self.report.steps < self.options.record_at_step:
             return TOO_EARLY
-        return recording_obstacle(self.network.model, images) or self._unknown_objective() or RECORDING
-
-    def _unknown_objective(self) -> str | None:
-        """Return the name of an objective that the view's layout contract does not know; it may be set at any time."""
-        criterion = getattr(self.network, "criterion", None)
-        if criterion is None or type(criterion) in KNOWN_OBJECTIVES:
-            return None
-        return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"
+        return recording_obstacle(self.network.model, images) or objective_blocker(self.network) or RECORDING
 
     # Replay -----------------------------------------------------------------------------------------------------
 
@@ -286,7 +286,6 @@ class GraphedNetworkStep(EagerNetworkStep):
         if problem is not None:
             self._block(problem)
             return
-        self._recordings += 1
         self.report.recordings += 1
         self.recording, self.signature = recording, observed.signature
         self._uses = list(map(_uses, recording.gradients))
@@ -360,8 +359,8 @@ class GraphedNetworkStep(EagerNetworkStep):
         """Give up the recording; the next full batch may record anew, up to the allowed number of recordings."""
         self.report.retire(reason)
         self._release()
-        if self._recordings >= self.options.max_recordings:
-            self._block(f"{self._recordings} recordings were retired, the last because of {reason}")
+        if self.report.recordings >= self.options.max_recordings:
+            self._block(f"{self.report.recordings} recordings were retired, the last because of {reason}")
 
     def _block(self, reason: str) -> None:
         """Stay eager for the rest of the fit, and say so once."""
@@ -369,7 +368,7 @@ class GraphedNetworkStep(EagerNetworkStep):
         self.report.block(reason)
         LOGGER.warning(f"capture_network: the rest of the fit trains eagerly: {reason}")
 
-    def drop(self, reason: str) -> None:
+    def drop(self) -> None:
         self._observed = self._before = None
         self._release()
 

@@ -13,7 +13,6 @@ import torch
 
 from detgraph.cfg import CaptureOptions
 
-FILE_NAME = "capture.json"
 SCHEMA = 1
 
 

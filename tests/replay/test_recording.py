@@ -268,10 +268,10 @@ def test_an_error_between_forward_and_backward_costs_one_step():
 
 def test_dropping_twice_and_without_a_recording_is_allowed():
     fit = Fit(True)
-    fit.network_step.drop("early")
+    fit.network_step.drop()
     fit.run(2)
     for _ in range(2):
-        fit.network_step.drop("late")
+        fit.network_step.drop()
     with contextlib.closing(fit.cleanup):
         fit.run(2)
     assert fit.report.recordings == 2
