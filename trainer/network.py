@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from ultralytics.utils import LOGGER
 from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
 from ultralytics.utils.torch_utils import unwrap_model
 
@@ -19,6 +18,7 @@ from detgraph.cfg import CaptureOptions
 from detgraph.models import NetworkView, UnsupportedNetwork
 
 from . import proof
+from .holder import RecordingHolder
 from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
 from .signature import Signature, recording_obstacle
@@ -82,7 +82,7 @@ class Observed:
     handles: list
 
 
-class GraphedNetworkStep(EagerNetworkStep):
+class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     """Records the network's forward and backward once, proves the recording, and replays it.
 
     The first full batch that may be recorded runs eagerly and is an ordinary step of the fit; between its backward
@@ -97,6 +97,9 @@ class GraphedNetworkStep(EagerNetworkStep):
         report: counts every step.
     """
 
+    key = "capture_network"
+    recording: Recording | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -105,24 +108,17 @@ class GraphedNetworkStep(EagerNetworkStep):
         options: CaptureOptions,
         report: CaptureReport,
     ) -> None:
-        super().__init__(model, report, "")
+        EagerNetworkStep.__init__(self, model, report, "")
+        RecordingHolder.__init__(self, recorder, options, report)
         self.network = unwrap_model(model)
-        self.recorder = recorder
         self.shape = shape
-        self.options = options
-        self.recording: Recording | None = None
         self.signature: Signature | None = None
-        self.blocked: str | None = None
         self._observed: Observed | None = None
         self._before: NetworkState | None = None  # only with verify: the state before the present replay
         self._serial = 0
         self._awaiting_backward = False
         self._own_gradients: dict[nn.Parameter, Tensor] = {}
         self._uses: list[int] = []  # of each static gradient's storage when nothing outside the recording uses it
-
-    @property
-    def recorded(self) -> bool:
-        return self.recording is not None
 
     def __call__(self, images: Tensor) -> dict:
         self._observed = self._before = None
@@ -272,33 +268,13 @@ class GraphedNetworkStep(EagerNetworkStep):
         after = NetworkState.take(self.network, observed.images.device)
         recording = Recording(self.recorder, observed.view, observed.images, tuple(observed.incoming), observed.mode)
         observed.incoming.clear()
-        problem: str | None = "interrupted"
         try:
-            problem = self._capture_and_check(recording, observed.before)
-        except Exception as error:  # whatever it is, the same pass without a recorder is the fit's own eager step
-            problem = f"recording failed: {_first_line(error)}"
-            recording.release()
-            self._require_device(error)
+            adopted = self._make(recording, lambda: self._capture_and_check(recording, observed.before))
         finally:
             after.restore()
-            if problem is not None:
-                recording.release()
-        if problem is not None:
-            self._block(problem)
-            return
-        self.report.recordings += 1
-        self.recording, self.signature = recording, observed.signature
-        self._uses = list(map(_uses, recording.gradients))
-
-    def _require_device(self, error: Exception) -> None:
-        """Give the memory of a failed recording back; raise a clear error if the device does not answer any more."""
-        try:
-            self.recorder.settle()
-        except RuntimeError as broken:
-            raise RuntimeError(
-                f"the device does not answer after a failed recording ({_first_line(error)}). Nothing that this "
-                "process holds on it can be used: start again, with capture_network=False or resume from last.pt"
-            ) from broken
+        if adopted:
+            self.recording, self.signature = recording, observed.signature
+            self._uses = list(map(_uses, recording.gradients))
 
     def _capture_and_check(self, recording: Recording, before: NetworkState) -> str | None:
         """Make ``recording`` from the state ``before``; return what its replay gets wrong, or None.
@@ -355,19 +331,6 @@ class GraphedNetworkStep(EagerNetworkStep):
 
     # Ends -------------------------------------------------------------------------------------------------------
 
-    def _retire(self, reason: str) -> None:
-        """Give up the recording; the next full batch may record anew, up to the allowed number of recordings."""
-        self.report.retire(reason)
-        self._release()
-        if self.report.recordings >= self.options.max_recordings:
-            self._block(f"{self.report.recordings} recordings were retired, the last because of {reason}")
-
-    def _block(self, reason: str) -> None:
-        """Stay eager for the rest of the fit, and say so once."""
-        self.blocked = reason
-        self.report.block(reason)
-        LOGGER.warning(f"capture_network: the rest of the fit trains eagerly: {reason}")
-
     def drop(self) -> None:
         self._observed = self._before = None
         self._release()
@@ -392,7 +355,3 @@ def _address(tensor: Tensor) -> int:
 def _uses(tensor: Tensor | None) -> int:
     """Return how many tensors share the storage of ``tensor``, itself included."""
     return 0 if tensor is None else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

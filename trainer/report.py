@@ -28,32 +28,17 @@ def environment() -> dict[str, str | None]:
     return {**versions, "python": platform.python_version(), "cuda": torch.version.cuda, "gpu": gpu}
 
 
-@dataclass
-class CaptureReport:
-    """Counts of one fit. A step is one micro-batch; every step is either replayed or eager with one reason."""
+@dataclass(kw_only=True)
+class RecordingCounts:
+    """What became of one recorded part of a fit's steps; every step of it is replayed or eager with one reason."""
 
-    options: CaptureOptions
     replayed: int = 0
     eager: Counter = field(default_factory=Counter)
     recordings: int = 0
     retirements: list[dict] = field(default_factory=list)
     blocked: str | None = None
     seconds: Counter = field(default_factory=Counter)
-    memory: dict[str, int] = field(default_factory=dict)
     unverifiable: list[str] = field(default_factory=list)
-    device: str = "cpu"
-
-    def start(self, device: torch.device) -> None:
-        """Begin measuring peak memory on ``device``."""
-        self.device = str(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def stop(self) -> None:
-        """Take the peaks: bytes allocated and reserved on the device since ``start``."""
-        if self.device.startswith("cuda"):
-            self.memory["peak_allocated"] = torch.cuda.max_memory_allocated(self.device)
-            self.memory["peak_reserved"] = torch.cuda.max_memory_reserved(self.device)
 
     def block(self, reason: str) -> None:
         """Note what keeps the whole fit, or the rest of it, eager."""
@@ -72,8 +57,8 @@ class CaptureReport:
         return self.replayed / self.steps if self.steps else 0.0
 
     def summary(self) -> str:
-        """Return the line that closes a fit."""
-        text = f"capture_network: {self.replayed} of {self.steps} steps replayed ({self.share():.1%})"
+        """Return the counts in one line."""
+        text = f"{self.replayed} of {self.steps} steps replayed ({self.share():.1%})"
         if self.eager:
             text += ", eager: " + ", ".join(f"{count} ({reason})" for reason, count in self.eager.most_common())
         if self.recordings:
@@ -82,6 +67,45 @@ class CaptureReport:
             text += f"; {len(self.retirements)} retired, last: {self.retirements[-1]['reason']}"
         if self.blocked and not self.steps:
             text += f"; {self.blocked}"
+        return text
+
+    def to_dict(self) -> dict:
+        """Return the counts as plain data, as ``capture.json`` has them."""
+        return {
+            "steps": self.steps,
+            "replayed": self.replayed,
+            "eager": dict(self.eager),
+            "recordings": self.recordings,
+            "retirements": self.retirements,
+            "blocked": self.blocked,
+            "unverifiable": self.unverifiable,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+        }
+
+
+@dataclass
+class CaptureReport(RecordingCounts):
+    """What one fit replayed. Its own counts are the network's, and a step of theirs is one micro-batch."""
+
+    options: CaptureOptions
+    memory: dict[str, int] = field(default_factory=dict)
+    device: str = "cpu"
+
+    def start(self, device: torch.device) -> None:
+        """Begin measuring peak memory on ``device``."""
+        self.device = str(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def stop(self) -> None:
+        """Take the peaks: bytes allocated and reserved on the device since ``start``."""
+        if self.device.startswith("cuda"):
+            self.memory["peak_allocated"] = torch.cuda.max_memory_allocated(self.device)
+            self.memory["peak_reserved"] = torch.cuda.max_memory_reserved(self.device)
+
+    def summary(self) -> str:
+        """Return the line that closes a fit."""
+        text = f"capture_network: {super().summary()}"
         if reserved := self.memory.get("peak_reserved"):
             text += f"; peak {reserved / 2**30:.2f} GiB reserved, {self.memory['peak_allocated'] / 2**30:.2f} allocated"
         return text
@@ -91,14 +115,7 @@ class CaptureReport:
         return {
             "schema": SCHEMA,
             "options": self.options.to_dict(),
-            "steps": self.steps,
-            "replayed": self.replayed,
-            "eager": dict(self.eager),
-            "recordings": self.recordings,
-            "retirements": self.retirements,
-            "blocked": self.blocked,
-            "unverifiable": self.unverifiable,
-            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+            **super().to_dict(),
             "memory_bytes": self.memory,
             "device": self.device,
             "environment": environment(),
