@@ -21,7 +21,8 @@ from contextlib import contextmanager
 import torch
 from cuda_parity import Bench, Case, Result, recorder, synchronize
 
-from detgraph.trainer.network import OTHER_SHAPE, GraphedNetworkStep
+from detgraph.trainer.gradients import ReusedGradients
+from detgraph.trainer.network import OTHER_SHAPE
 from detgraph.trainer.signature import Signature
 from detgraph.trainer.state import NetworkState
 
@@ -84,12 +85,13 @@ def weight(t):
 def a01(benches: Benches) -> str:
     bench = benches(ACCUMULATE)
     replay = equal(bench)
-    protect = GraphedNetworkStep._protect_gradients
-    GraphedNetworkStep._protect_gradients = lambda self: None
+    vacate, hand_out = ReusedGradients.vacate, ReusedGradients.hand_out
+    ReusedGradients.vacate = lambda self, parameters: None
+    ReusedGradients.hand_out = lambda self: [None if g is None else g.detach() for g in self.all]
     try:
         fault = bench.run(False).differences(bench.run(True))
     finally:
-        GraphedNetworkStep._protect_gradients = protect
+        ReusedGradients.vacate, ReusedGradients.hand_out = vacate, hand_out
     assert "gradients" in fault, "the fault does not show without the protection"
     return f"{replay.report['replayed']} replayed; off: {', '.join(fault)} differ"
 

@@ -5,30 +5,73 @@ they used: so it keeps every aliasing rule of a CUDA graph. Addresses are baked 
 moves to other storage is not followed), with Python attributes, modes, scalars and ``requires_grad``; hooks of modules
 and torch's dispatch and function modes do not see a replay; outputs and gradients are overwritten by the next
 replay, and gradients already by the next forward, since a pool reuses what a backward frees for what it returns;
+what was allocated in lent memory and outlived the loan is overwritten by the next replay;
 recording runs the network for real and so moves buffers and generators. What would wait for the device
 (reading a value on the host) cannot be recorded. It models no streams, memory pools or kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from detgraph.trainer.lending import Memory
 
 T = TypeVar("T")
 HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::unique_dim"}
 
 
+class EmulatedMemory(Memory, TorchDispatchMode):
+    """Knows the storages that were allocated while it was lent; a replay writes over those that still live in it."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self._tenants: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in inputs:
+                self._tenants[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    def measure(self) -> None:
+        """Nothing is reserved here."""
+
+    def routed(self) -> EmulatedMemory:
+        return self  # as a dispatch mode
+
+    def in_use(self) -> set[int]:
+        self._tenants = {key: ref for key, ref in self._tenants.items() if not ref.expired()}
+        return set(self._tenants)
+
+    def key(self, storage: torch.UntypedStorage) -> int:
+        return storage._cdata
+
+    def move_out(self, storage: torch.UntypedStorage) -> None:
+        if storage.resizable():  # not where NumPy looks at it, as the tests do; no CUDA storage is
+            super().move_out(storage)
+        self._tenants.pop(storage._cdata, None)
+
+    def overwrite(self) -> None:
+        for key in self.in_use():
+            torch.UntypedStorage._new_with_weak_ptr(key).fill_(255)
+
+
 class EmulatedTape(TorchDispatchMode):
     """The operations of one pass; ``replay`` runs them again on the same tensors, results written in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: EmulatedMemory) -> None:
         super().__init__()
+        self.memory = memory
         self.calls: list[tuple] = []
         self.later_results: list[Tensor] = []
         self.released = False
@@ -65,6 +108,7 @@ class EmulatedTape(TorchDispatchMode):
                 torch._C._DisableTorchDispatch(),
                 torch._C.DisableTorchFunction(),
             ):
+                self.memory.overwrite()
                 for tensor in self.later_results:
                     tensor.fill_(float("nan"))
                 for func, args, kwargs, leaves, fresh in self.calls:
@@ -96,15 +140,16 @@ class EmulatingRecorder:
         self.fail_with: BaseException | None = None
         self._tapes: list[EmulatedTape] = []
 
-    def session(self):
-        self._tapes = []
-        return nullcontext()
+    @contextmanager
+    def session(self) -> Iterator[EmulatedMemory]:
+        self._tapes, self._memory = [], EmulatedMemory()
+        yield self._memory
 
     def capture(self, run: Callable[[], T]) -> tuple[T, EmulatedTape]:
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             raise error
-        tape = EmulatedTape()
+        tape = EmulatedTape(self._memory)
         with tape:
             result = run()
         for earlier in self._tapes if self.shared_pool else ():

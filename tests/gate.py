@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)))  # tests of these stages are independent; the arms of parity are not
+CORES = os.cpu_count() or 1
+WORKERS = ("-n", str(min(CORES, 8)))  # tests of these stages are independent
+ARMS = ("-n", str(min(CORES // 3, 5))) if CORES >= 6 else ()  # a worker of parity runs three fits side by side
 
 
 class Stage(NamedTuple):
@@ -50,7 +52,7 @@ def stages(venv: Path | None, accelerator: bool = False) -> list[Stage]:
         test("docs", "tests/docs"),
         test("unit", "tests/unit", *WORKERS),
         test("mutation", "tests/replay", *WORKERS),
-        test("parity", "tests/parity"),
+        test("parity", "tests/parity", *ARMS),
         test("goldens", "tests/goldens"),
         test("compat", "tests/compat", *WORKERS),
         test("wheel", "tests/wheel"),

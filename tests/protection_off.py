@@ -10,20 +10,32 @@ from contextlib import contextmanager
 import torch
 
 from detgraph.trainer import network, recording
+from detgraph.trainer.gradients import ReusedGradients
 from detgraph.trainer.network import GraphedNetworkStep, Signature
 from detgraph.trainer.state import NetworkState
 
 
 def no_gradient_moves(monkeypatch) -> None:
     """Let replays overwrite whatever lives in the recorder's gradients."""
-    monkeypatch.setattr(GraphedNetworkStep, "_protect_gradients", lambda self: None)
-    monkeypatch.setattr(GraphedNetworkStep, "_kept_gradient", lambda self: None, raising=False)
+    monkeypatch.setattr(ReusedGradients, "vacate", lambda self, parameters: None)
+    hand_out_static(monkeypatch)
+
+
+def hand_out_static(monkeypatch) -> None:
+    """Let autograd adopt the recorder's gradients in every window."""
+    static = ReusedGradients.hand_out
+
+    def hand_out(self):
+        self.accumulates = False
+        return static(self)
+
+    monkeypatch.setattr(ReusedGradients, "hand_out", hand_out)
 
 
 def no_signature(monkeypatch) -> None:
     """Replay whatever has changed."""
     monkeypatch.setattr(Signature, "change", lambda self, images: None)
-    monkeypatch.setattr(GraphedNetworkStep, "_kept_gradient", lambda self: None, raising=False)
+    no_gradient_moves(monkeypatch)
 
 
 def no_obstacles(monkeypatch) -> None:
@@ -141,6 +153,6 @@ def no_copies_at_release(monkeypatch) -> None:
     """Give a recording up without moving live gradients out of it."""
 
     def release(self) -> None:
-        self.recording, self.signature = None, None
+        self.recording, self.signature, self.gradients = None, None, None
 
     monkeypatch.setattr(GraphedNetworkStep, "_release", release)

@@ -124,4 +124,6 @@ def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkSt
             f"capture_network: only batches of {shape[3]}x{shape[2]} are replayed, about {share:.0%} of the full ones; "
             "the others train eagerly. A fixed size (multi_scale=0, rect=False) replays all of them."
         )
-    return GraphedNetworkStep(trainer.model, recorder, shape, trainer.capture, report), None
+    step = GraphedNetworkStep(trainer.model, recorder, shape, trainer.capture, report)
+    step.survivors = lambda: [trainer.loss, *(trainer.loss_items or {}).values(), *(trainer.tloss or {}).values()]
+    return step, None

@@ -6,7 +6,8 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from ultralytics.utils.torch_utils import autocast, unwrap_model
 
 from .eligibility import split_blocker
 from .fitting import LoopError, restore_signals
+from .lending import tensor_attributes
 
 if TYPE_CHECKING:
     from .loop import EpochBatches, LightningDetectionTrainer, LoopState
@@ -68,6 +70,10 @@ class DetectionModule(pl.LightningModule):
         self.stopped_early = False
         self.timed_out = False
         self.signal_handlers: dict = {}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a plain attribute: torch would look for weights in it, at each of Lightning's some forty a batch."""
+        object.__setattr__(self, name, value)
 
     # Lightning's own duties, each left to upstream --------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class DetectionModule(pl.LightningModule):
         t, batch = self.upstream, self.batch
         columns = [f"{t.epoch + 1}/{t.epochs}", f"{t._get_memory():.3g}G"]
         numbers = [*t.tloss.values(), batch.get("cls", batch["img"]).shape[0], batch["img"].shape[-1]]
-        line = "".join(f"{column:>11}" for column in columns) + "".join(f"{number:11.4g}" for number in numbers)
+        line = "".join(f"{column:>11}" for column in columns) + "".join("%11.4g" % number for number in numbers)
         if t.capture.enabled:
             line += f"{t.capture_report.share():>11.0%}"
         self.batches.bar.set_description(line)
@@ -203,7 +209,8 @@ class DetectionModule(pl.LightningModule):
         final_epoch = state.epoch + 1 >= t.epochs
         if t.args.val or final_epoch or t.stopper.possible_stop or t.stop:
             self._clear_memory()
-            t.metrics, t.fitness = t.validate()
+            with self._validation_memory(final_epoch):
+                t.metrics, t.fitness = t.validate()
         if t._handle_nan_recovery(state.epoch):  # the same epoch again
             state.last_opt_step = -1
             t.optimizer.zero_grad()
@@ -217,6 +224,25 @@ class DetectionModule(pl.LightningModule):
         self.trainer.should_stop = bool(t.stop)
         if not t.stop:
             state.epoch += 1
+
+    def _validation_memory(self, final_epoch: bool) -> AbstractContextManager[None]:
+        """Return the context that validation runs in, so that it does not reserve memory beside an idle recording.
+
+        Threads that draw pictures read what they draw on a stream of their own, and later: nothing is lent then. The
+        last validation needs no recording at all; should the epoch be repeated, another one is made.
+        """
+        t = self.upstream
+        if final_epoch and not t.args.time:
+            t.network_step.drop()
+        elif not (t.validator.args.plots and t.stopper.possible_stop):
+            return t.network_step.lend("validation", self._survivors_of_validation)
+        return nullcontext()
+
+    def _survivors_of_validation(self) -> Iterator[Tensor]:
+        """Yield what upstream's validation leaves on the device: anchors on the EMA's head, and its summed loss."""
+        yield from tensor_attributes(self.upstream.ema.ema)
+        loss = getattr(self.upstream.validator, "loss", None)
+        yield from loss.values() if isinstance(loss, dict) else ()
 
     def _save(self, final_epoch: bool) -> None:
         t = self.upstream

@@ -7,6 +7,8 @@ next on. Neither is an ``nn.Module`` and neither changes the model.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +20,9 @@ from detgraph.cfg import CaptureOptions
 from detgraph.models import NetworkView, UnsupportedNetwork
 
 from . import proof
+from .gradients import ReusedGradients
 from .holder import RecordingHolder
+from .lending import Memory
 from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
 from .signature import Signature, recording_obstacle
@@ -26,6 +30,7 @@ from .state import NetworkState
 
 RECORDING = "step that was recorded"
 OTHER_SHAPE = "batch of another shape"
+TAIL = "smaller batch"
 TOO_EARLY = "before the step that may be recorded"
 # The objectives whose use of the predictions the view's layout contract was read from.
 KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
@@ -64,6 +69,13 @@ class EagerNetworkStep:
 
     def after_backward(self) -> None:
         """Called between the backward pass and whatever uses the gradients."""
+
+    def lend(self, what: str, survivors: Callable[[], Iterable[Tensor | None]] = tuple) -> AbstractContextManager[None]:
+        """Let eager work between two steps allocate in a live recording's memory; ``what`` it is, for the report.
+
+        ``survivors`` returns tensors that are known to outlive it (see ``Memory.lend``).
+        """
+        return nullcontext()
 
     def drop(self) -> None:
         """Give up the recording, if any, and everything that belongs to it. May be called again."""
@@ -117,16 +129,23 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         self._before: NetworkState | None = None  # only with verify: the state before the present replay
         self._serial = 0
         self._awaiting_backward = False
-        self._own_gradients: dict[nn.Parameter, Tensor] = {}
-        self._uses: list[int] = []  # of each static gradient's storage when nothing outside the recording uses it
+        self.gradients: ReusedGradients | None = None
+        self.survivors: Callable[[], Iterable[Tensor | None]] = tuple
+        self._loan = ExitStack()  # open during an eager step that works in the recording's memory
+        self._lends = True
+        self._fresh = False  # recorded, and not replayed yet
 
     def __call__(self, images: Tensor) -> dict:
+        self._loan.close()
         self._observed = self._before = None
         reason = self._why_eager(images)
         if reason is None:
             return self._replay(images)
         self.report.eager[reason] += 1
-        return self._observe(images) if reason == RECORDING else self.model(images)
+        if reason == RECORDING:
+            return self._observe(images)
+        self._lend_to_step(images)
+        return self.model(images)
 
     def whole(self, batch: dict, reason: str) -> tuple[Tensor, dict]:
         self._observed = self._before = None
@@ -139,10 +158,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         if tuple(images.shape) != self.shape:
             return OTHER_SHAPE
         if self.recording is not None:
-            change = self.signature.change(images)
-            if change is None:
-                self._protect_gradients()
-                change = self._kept_gradient()
+            change = self.signature.change(images) or self._kept_gradient()
             if change is None:
                 return None
             self._retire(change)
@@ -156,6 +172,9 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
 
     def _replay(self, images: Tensor) -> dict:
         recording = self.recording
+        if self._fresh:  # what the recorded step left in the cache is of no use to steps that replay
+            self._fresh = False
+            self.recorder.settle()
         if self.options.verify:
             self._before = NetworkState.take(self.network, images.device)
         recording.input.copy_(images)
@@ -191,45 +210,46 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         with torch.no_grad():
             torch._foreach_copy_(recording.output_gradients, [g for g in incoming if g is not None])
         recording.backward()
-        return [None if gradient is None else gradient.detach() for gradient in recording.gradients]
-
-    def _protect_gradients(self) -> None:
-        """Move live gradients that autograd adopted from the recording to storage of their own, before a forward.
-
-        A replayed backward overwrites them before it adds to them, and already the forward may: memory that a
-        recorded backward frees as it goes holds activations first and gradients later. The second set is kept and
-        reused, so a window of accumulation pays one copy; a gradient that it cannot serve gets a new tensor.
-        """
-        live = {p: _address(p.grad) for p in self.network.parameters() if p.grad is not None}
-        if not live:
-            return
-        static = {_address(gradient) for gradient in self.recording.gradients if gradient is not None}
-        shared = [parameter for parameter, address in live.items() if address in static]
-        taken = set(live.values())
-        sources, targets = [], []
-        for parameter in shared:
-            gradient = parameter.grad
-            own = self._own_gradients.get(parameter)
-            unfit = own is None or own.shape != gradient.shape or own.dtype != gradient.dtype
-            if unfit or _address(own) in taken or _uses(own) > 1:
-                own = self._own_gradients[parameter] = torch.empty_like(gradient)
-            sources.append(gradient)
-            targets.append(own)
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
-            for parameter, own in zip(shared, targets, strict=True):
-                parameter.grad = own.detach()  # whoever keeps it shows in the number of uses
+        return self.gradients.hand_out()
 
     def _kept_gradient(self) -> str | None:
-        """Return what is kept of the last gradients outside of ``.grad``, where the next replay would overwrite it."""
-        for i, (before, now) in enumerate(zip(self._uses, map(_uses, self.recording.gradients), strict=True)):
-            if now > before:
-                parameter = self.recording.parameters[i]
-                names = (name for name, p in self.network.named_parameters() if p is parameter)
-                name = next(names, "a parameter that left the network")
-                return f"an earlier gradient of {name} is still in use"
-        return None
+        """Make room for the next replay; return what is kept of the last gradients where it would be overwritten."""
+        parameter = self.gradients.vacate(self.network.parameters())
+        if parameter is None:
+            return None
+        names = (name for name, p in self.network.named_parameters() if p is parameter)
+        return f"an earlier gradient of {next(names, 'a parameter that left the network')} is still in use"
+
+    # Lending ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lend(self, what: str, survivors: Callable[[], Iterable[Tensor | None]] = tuple) -> Iterator[None]:
+        if self.recording is None or not self._lends:
+            yield
+            return
+        try:
+            with self.recording.memory.lend(survivors) as loan:
+                yield
+        except BaseException:
+            self._release()  # whatever was interrupted may still live in the recording's memory
+            raise
+        self.report.lent[what] += 1
+        if loan.left:
+            self._lends = False
+            self._retire(f"{what} left {loan.left} tensors in the recording's memory")
+
+    def _lend_to_step(self, images: Tensor) -> None:
+        """Let this eager step have the recording's memory, from here to the end of its backward, if it is a tail.
+
+        A tail is smaller than what was recorded, so it finds its room, and comes once an epoch: moving out what it
+        leaves, the gradients among it, is too slow for every step.
+        """
+        tail = images.shape[1:] == self.shape[1:] and len(images) < self.shape[0]
+        if tail and self.recording is not None:
+            self._loan.enter_context(self.lend(TAIL, self._survivors_of_step))
+
+    def _survivors_of_step(self) -> list[Tensor | None]:
+        return [*(parameter.grad for parameter in self.network.parameters()), *self.survivors()]
 
     # Recording --------------------------------------------------------------------------------------------------
 
@@ -255,6 +275,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         return view.restore(outputs)
 
     def after_backward(self) -> None:
+        self._loan.close()
         observed, self._observed = self._observed, None
         if observed is not None and any(gradient is not None for gradient in observed.incoming):
             for handle in observed.handles:
@@ -274,7 +295,8 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
             after.restore()
         if adopted:
             self.recording, self.signature = recording, observed.signature
-            self._uses = list(map(_uses, recording.gradients))
+            self.gradients = ReusedGradients(recording.parameters, recording.gradients)
+            self._fresh = True
 
     def _capture_and_check(self, recording: Recording, before: NetworkState) -> str | None:
         """Make ``recording`` from the state ``before``; return what its replay gets wrong, or None.
@@ -285,12 +307,12 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         """
         started = time.perf_counter()
         self.recorder.settle()  # the observed step's memory goes back before the same again is taken on another stream
-        with self.recorder.session(), parameter_aliases(self.network) as aliases:
-            expected = self._eager_results(recording, before, aliases)
-            unverifiable = set(proof.differences(expected, self._eager_results(recording, before, aliases)))
+        with self.recorder.session() as memory, parameter_aliases(self.network) as aliases:
+            expected = self._eager_results(recording, before, memory, aliases)
+            unverifiable = set(proof.differences(expected, self._eager_results(recording, before, memory, aliases)))
             self.recorder.settle()
             before.restore()
-            recording.capture(aliases)
+            recording.capture(memory, aliases)
         recorded = time.perf_counter()
         self.report.seconds["recording"] += recorded - started
         if not self.options.self_check:
@@ -305,9 +327,11 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         self.report.seconds["checking"] += time.perf_counter() - recorded
         return wrong
 
-    def _eager_results(self, recording: Recording, before: NetworkState, aliases: dict) -> proof.Results:
+    def _eager_results(
+        self, recording: Recording, before: NetworkState, memory: Memory, aliases: dict
+    ) -> proof.Results:
         before.restore()
-        result = recording.eager(aliases)
+        result = recording.eager(memory, aliases)
         return proof.results(self.network, result.outputs, result.gradients)
 
     def _verify(self, before: NetworkState) -> None:
@@ -318,8 +342,8 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         after = NetworkState.take(self.network, recording.input.device)
         replayed = proof.results(self.network, recording.outputs, recording.gradients)
         try:
-            with self.recorder.session(), parameter_aliases(self.network) as aliases:
-                expected = self._eager_results(recording, before, aliases)
+            with self.recorder.session() as memory, parameter_aliases(self.network) as aliases:
+                expected = self._eager_results(recording, before, memory, aliases)
             wrong = proof.verdict(expected, replayed, self.report.unverifiable)
         finally:
             after.restore()
@@ -332,26 +356,13 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     # Ends -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
+        self._loan.close()
         self._observed = self._before = None
         self._release()
 
     def _release(self) -> None:
-        recording, self.recording, self.signature = self.recording, None, None
-        if recording is None:
-            return
-        self._serial += 1  # a backward of the last forward has nothing to replay any more
-        static = {_address(gradient) for gradient in recording.gradients if gradient is not None}
-        for parameter in self.network.parameters():
-            if parameter.grad is not None and _address(parameter.grad) in static:
-                parameter.grad = parameter.grad.clone()
-        self._own_gradients = {}
-        recording.release()
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _uses(tensor: Tensor | None) -> int:
-    """Return how many tensors share the storage of ``tensor``, itself included."""
-    return 0 if tensor is None else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+        if self.recording is not None:
+            self._serial += 1  # a backward of the last forward has nothing to replay any more
+            self.gradients.release(self.network.parameters())
+        self.signature = self.gradients = None
+        super()._release()

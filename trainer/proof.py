@@ -12,15 +12,15 @@ Results = dict[str, Tensor | None]
 
 
 def results(network: nn.Module, outputs: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> Results:
-    """Return outputs, gradients of the trainable parameters in their order, and copies of the buffers, by name.
+    """Return copies of outputs, gradients of the trainable parameters in their order, and buffers, by name.
 
-    Outputs and gradients are the tensors given: those of a recording must be compared before its next replay.
+    The copies are on the host: on the device they would add to what the capture that follows has to reserve.
     """
     names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     named: Results = {f"output {i}": output for i, output in enumerate(outputs)}
     named |= {f"gradient of {name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-    named |= {f"buffer {name}": buffer.detach().clone() for name, buffer in network.named_buffers()}
-    return named
+    named |= {f"buffer {name}": buffer for name, buffer in network.named_buffers()}
+    return {n: None if tensor is None else tensor.detach().to("cpu", copy=True) for n, tensor in named.items()}
 
 
 def differences(a: Results, b: Results) -> dict[str, float]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
+from .lending import Memory
+
 T = TypeVar("T")
+# Routing one stream's allocations to a pool has no public name yet; without it nothing is lent.
+_begin_on_this_stream = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+_snapshot_of_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
 
 
 class CudaTape:
@@ -27,6 +34,67 @@ class CudaTape:
             graph.reset()
 
 
+class CudaMemory(Memory):
+    """A pool of graphs on ``device``. Its blocks belong to the stream that was captured: only there they are found.
+
+    A capture takes what it is expected to need in large blocks in one piece first, and then everything out of that:
+    what is free afterwards is in one piece, too, and of use to work with larger tensors than the recorded ones.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+        self._expected = 0
+
+    def measure(self) -> None:
+        ours = (s for s in torch.cuda.memory_snapshot() if s["stream"] == self.stream.cuda_stream)
+        self._expected = sum(s["active_size"] for s in ours if s["segment_type"] == "large")
+
+    def take_in_one_piece(self) -> None:
+        """Inside a capture: take and free what is expected. No kernel is recorded."""
+        if self._expected:
+            torch.UntypedStorage(self._expected, device=self.device)
+        self._expected = 0
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run the body on the pool's stream: after the current stream's work, before what follows there."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        if _begin_on_this_stream is None:
+            yield
+            return
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        with warnings.catch_warnings(), self.on_stream():
+            # The last loss keeps gradient nodes alive, of the other stream: autograd synchronizes, and says so.
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+            _begin_on_this_stream(index, self.pool)
+            try:
+                yield
+            finally:
+                torch._C._cuda_endAllocateToPool(index, self.pool)
+                torch._C._cuda_releasePool(index, self.pool)
+                clear_workspaces()  # cuBLAS keeps one for each stream, and took it from the pool
+                torch.cuda.synchronize(self.device)  # nothing reads any more what was freed, on whatever stream
+
+    def in_use(self) -> set[int]:
+        segments = torch.cuda.memory_snapshot(self.pool) if _snapshot_of_pool else torch.cuda.memory_snapshot()
+        blocks = (b for s in segments if tuple(s["segment_pool_id"]) == tuple(self.pool) for b in s["blocks"])
+        return {block["address"] for block in blocks if block["state"] == "active_allocated"}
+
+    def key(self, storage: torch.UntypedStorage) -> int:
+        return storage.data_ptr()
+
+
 class CudaRecorder:
     """Captures on a side stream, in the error mode that concerns only the capturing thread.
 
@@ -36,21 +104,18 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = None
+        self._memory: CudaMemory | None = None
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self) -> Iterator[CudaMemory]:
         """Run the body on a side stream; it starts after the current stream's work and ends before what follows."""
-        self._pool = torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(current)
+        self._memory = memory = CudaMemory(self.device)
         try:
-            with torch.cuda.stream(side):
-                yield
+            with memory.on_stream():
+                yield memory
+                clear_workspaces()  # what cuBLAS took for this stream; in the pool, nobody else gets its place
         finally:
-            current.wait_stream(side)
-            self._pool = None
+            self._memory = None
 
     def capture(self, run: Callable[[], T]) -> tuple[T, CudaTape]:
         """Capture ``run``; a failed capture leaves no graph behind, and the first error is the one that is raised."""
@@ -58,8 +123,9 @@ class CudaRecorder:
         collect = gc.isenabled()
         gc.disable()  # a collection would destroy graphs or events of others in the middle of the capture
         try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._memory.pool, capture_error_mode="thread_local")
             try:
+                self._memory.take_in_one_piece()
                 result = run()
             except BaseException:
                 try:
@@ -79,4 +145,10 @@ class CudaRecorder:
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
         gc.collect()
+        clear_workspaces()
         torch.cuda.empty_cache()
+
+
+def clear_workspaces() -> None:
+    """Give the workspaces back that cuBLAS holds, 64 MiB for each stream on Hopper; it takes new ones at need."""
+    torch._C._cuda_clearCublasWorkspaces()

@@ -2,7 +2,8 @@
 
 A recorder supplies two primitives, the rest is here and the same for every recorder:
 
-* ``session()``: a context in which warm-up and capture run (on CUDA a side stream);
+* ``session()``: a context in which warm-up and capture run (on CUDA a side stream); yields the memory that what is
+  captured in it works in;
 * ``capture(run)``: call ``run`` once and return its result with a tape whose ``replay()`` does the same work again,
   on the same addresses, without any Python.
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from detgraph.models import NetworkView
 
+from .lending import Memory
+
 T = TypeVar("T")
 
 
@@ -36,7 +39,7 @@ class Tape(Protocol):
 class Recorder(Protocol):
     """How work is recorded on a device; one object may make any number of recordings, one after another."""
 
-    def session(self) -> AbstractContextManager: ...
+    def session(self) -> AbstractContextManager[Memory]: ...
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Tape]: ...
 
@@ -119,6 +122,7 @@ class Recording:
         used: which outputs the objective sends gradients for; the others have none in the recorded backward either.
         output_gradients: static incoming gradients of the used outputs, in the objective's layout.
         parameters: the trainable parameters, and ``gradients``: their static gradients in the same order.
+        memory: where all of it lies, but for input and incoming gradients; None before ``capture``.
     """
 
     def __init__(
@@ -132,17 +136,19 @@ class Recording:
         self.parameters: tuple[nn.Parameter, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
+        self.memory: Memory | None = None
         self._recorder = recorder
         self._tapes: list[Tape] = []
 
-    def eager(self, aliases: dict[nn.Parameter, Tensor]) -> Pass:
+    def eager(self, memory: Memory, aliases: dict[nn.Parameter, Tensor]) -> Pass:
         """Run forward and backward once, eagerly, on the static input and incoming gradients. Moves buffers and RNG."""
         outputs = self._run_forward()
+        memory.measure()
         gradients = self._run_backward(outputs, aliases)
         return Pass(tuple(output.detach() for output in outputs), gradients)
 
-    def capture(self, aliases: dict[nn.Parameter, Tensor]) -> None:
-        """Record. On an error nothing recorded is left; what the pass moved is the caller's to restore."""
+    def capture(self, memory: Memory, aliases: dict[nn.Parameter, Tensor]) -> None:
+        """Record in a session's memory. On an error nothing recorded is left; what the pass moved is not restored."""
         try:
             outputs, tape = self._recorder.capture(self._run_forward)
             self._tapes.append(tape)
@@ -153,6 +159,7 @@ class Recording:
             raise
         self.outputs = tuple(output.detach() for output in outputs)
         self.parameters = tuple(aliases)
+        self.memory = memory
 
     def _run_forward(self) -> tuple[Tensor, ...]:
         with torch.enable_grad(), self.mode.forward():
@@ -172,6 +179,7 @@ class Recording:
     def release(self) -> None:
         """Give the memory back. Views that left the recording must not be read afterwards."""
         tapes, self._tapes = self._tapes, []
+        self.memory = None
         self.outputs = self.gradients = self.output_gradients = ()
         for tape in tapes:
             tape.release()

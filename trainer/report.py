@@ -89,6 +89,7 @@ class CaptureReport(RecordingCounts):
 
     options: CaptureOptions
     memory: dict[str, int] = field(default_factory=dict)
+    lent: Counter = field(default_factory=Counter)
     device: str = "cpu"
 
     def start(self, device: torch.device) -> None:
@@ -117,6 +118,7 @@ class CaptureReport(RecordingCounts):
             "options": self.options.to_dict(),
             **super().to_dict(),
             "memory_bytes": self.memory,
+            "lent": dict(self.lent),
             "device": self.device,
             "environment": environment(),
         }

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -195,20 +195,23 @@ class Signature:
 
         filled = [container for container in containers if container]
         empty = [container for container in containers if not container]
+        held = list(chain.from_iterable(map(dict.values, filled)))
 
-        def elements() -> list[int]:
-            ids = list(map(id, chain.from_iterable(map(dict.values, filled))))
-            return ids if not any(empty) else [*ids, -1]  # most containers hold nothing, and go on to
+        def elements() -> bool:
+            """Whether each container holds the objects it held: compared one by one, nothing is built."""
+            if any(empty) or sum(map(len, filled)) != len(held):
+                return False
+            return all(map(is_, chain.from_iterable(map(dict.values, filled)), held))
 
-        def element(baked: list, now: list) -> str:
+        def element(baked: bool, now: bool) -> str:
             for (container, size), kind in zip(sizes, kinds * len(modules), strict=True):
                 if len(container) != size:
                     return f"number of {kind} of {owner[id(container)]}: {size} -> {len(container)}"
-            i = _first_difference(baked, now)
+            before = iter(held)
             for container, kind in zip(containers, kinds * len(modules), strict=True):
-                if i < len(container):
-                    return f"{kind[:-1]} {list(container)[i]} of {owner[id(container)]} was replaced"
-                i -= len(container)
+                for name, value in container.items():
+                    if value is not next(before):
+                        return f"{kind[:-1]} {name} of {owner[id(container)]} was replaced"
             return "a parameter, buffer or module was replaced"
 
         kinds = [name.strip("_") for name in CONTAINERS]

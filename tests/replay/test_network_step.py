@@ -14,6 +14,7 @@ from torch import nn
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer import digests
+from detgraph.trainer.gradients import ReusedGradients
 from detgraph.trainer.network import OTHER_SHAPE, TOO_EARLY, GraphedNetworkStep
 from detgraph.trainer.report import CaptureReport
 from emulator import EmulatingRecorder
@@ -236,15 +237,43 @@ def test_habits(habit, accumulate, monkeypatch):
 
 def test_a_step_without_accumulation_copies_no_gradient():
     fit = Fit(True).run(5)
-    assert fit.network_step._own_gradients == {}
+    assert fit.network_step.gradients.own == []
 
 
-def test_a_window_copies_into_one_set_of_its_own():
-    fit = Fit(True, accumulate=4).run(6)
-    first = {p: g.data_ptr() for p, g in fit.network_step._own_gradients.items()}
-    fit.run(10)
-    assert {p: g.data_ptr() for p, g in fit.network_step._own_gradients.items()} == first
-    assert len(first) == len(list(fit.model.parameters()))
+def test_a_window_copies_into_one_set_of_its_own(monkeypatch):
+    """The first window that goes on moves its gradients one by one; those after it begin in the second set."""
+    moved = []
+    adopters = ReusedGradients._adopters
+    monkeypatch.setattr(ReusedGradients, "_adopters", lambda *args: moved.append(adopters(*args)) or moved[-1])
+    fit = Fit(True, accumulate=4).run(10)
+    gradients = fit.network_step.gradients
+    first = [own.data_ptr() for own in gradients.own]
+    fit.run(12)
+    assert [own.data_ptr() for own in gradients.own] == first
+    assert list(map(len, moved)) == [len(first)] == [len(list(fit.model.parameters()))]
+
+
+def test_the_second_set_is_not_given_out_again_while_somebody_keeps_it(monkeypatch):
+    def keep(fit: Fit) -> None:
+        fit.memory["kept"] = [p.grad for p in fit.model.parameters()]
+
+    def look(fit: Fit) -> None:
+        fit.note(digests.digest(fit.memory["kept"]))
+
+    events = {11: keep, 12: look, 14: look, 16: look}
+    twin(events, steps=18, accumulate=4).assert_same()
+    monkeypatch.setattr(ReusedGradients, "_own_is_free", lambda self: not self._own_are_out)
+    assert twin(events, steps=18, accumulate=4).differences
+
+
+def test_windows_of_one_step_stop_copying():
+    """Accumulation that ends, as after an out-of-memory with a smaller nbs: the second set is not used any more."""
+    fit = Fit(True, accumulate=4).run(10)
+    gradients = fit.network_step.gradients
+    assert gradients.accumulates and gradients.own
+    fit.accumulate = 1
+    fit.run(6)
+    assert not gradients.accumulates
 
 
 def test_gradients_alive_at_the_end_are_the_fits_own():

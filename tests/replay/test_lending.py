@@ -1,0 +1,135 @@
+"""Eager work in a recording's memory: what outlives it moves out, and what cannot move costs the recording."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from detgraph.trainer.lending import Memory, tensor_attributes
+from emulator import EmulatedMemory
+from steps import Fit, make_batch, twin
+
+
+def stay(monkeypatch) -> None:
+    """Leave where it is whatever outlives a loan, and do not notice."""
+    monkeypatch.setattr(Memory, "_move", lambda self, tensors, left, before: set())
+
+
+def validate(fit: Fit) -> None:
+    """What validation does between two steps: the EMA in evaluation, which builds anchors once and keeps them."""
+    with fit.network_step.lend("validation", lambda: tensor_attributes(fit.ema.ema)), torch.inference_mode():
+        predictions = fit.ema.ema.eval()(make_batch(99)["img"])[0]
+        fit.note(predictions.double().sum().item())
+
+
+def test_anchors_of_validation_survive_replays(monkeypatch):
+    """The second validation reads the first one's anchors, which lay where the replays in between have written."""
+    pair = twin({2: validate, 5: validate}, steps=7, ema=True)
+    pair.assert_same(replayed=6)
+    assert pair.report.lent == {"validation": 2} and not pair.reasons
+    stay(monkeypatch)
+    assert twin({2: validate, 5: validate}, steps=7, ema=True).differences
+
+
+def test_what_nobody_named_is_found_and_moved(monkeypatch):
+    def keep(fit: Fit) -> None:
+        with fit.network_step.lend("validation"):
+            base = torch.arange(6.0)
+            fit.memory["kept"] = (base, base[2:], {"deep": [torch.ones(3)]})
+
+    def look(fit: Fit) -> None:
+        base, view, nested = fit.memory["kept"]
+        base += 1
+        fit.note(base.tolist(), view.tolist(), nested["deep"][0].tolist())
+
+    twin({2: keep, 4: look, 5: look}).assert_same(replayed=6)
+    stay(monkeypatch)
+    assert twin({2: keep, 4: look, 5: look}).differences
+
+
+def test_moving_keeps_identity_aliases_and_values():
+    class Plain(EmulatedMemory):
+        move_out = Memory.move_out
+
+    memory = Plain()
+    with memory.routed():
+        base = torch.arange(6.0)
+        view, address = base[2:], base.data_ptr()
+    other = torch.empty(1000)
+    memory.move_out(base.untyped_storage())
+    assert base.tolist() == [0, 1, 2, 3, 4, 5]
+    base[3] = 9.0
+    assert view.tolist() == [2, 9, 4, 5] and view.data_ptr() == base.data_ptr() + 8
+    assert other.data_ptr() != base.data_ptr() and address
+
+
+def test_what_cannot_be_found_costs_the_recording(monkeypatch):
+    """On a GPU that is a tensor which only C++ holds. The recording goes before its replay writes over it."""
+
+    def keep(fit: Fit) -> None:
+        with fit.network_step.lend("validation"):
+            fit.memory["kept"] = torch.arange(6.0)
+
+    def look(fit: Fit) -> None:
+        fit.note(fit.memory["kept"].tolist())
+
+    monkeypatch.setattr(gc, "get_objects", list)
+    pair = twin({2: keep, 3: validate, 5: look}, steps=7, ema=True)
+    pair.assert_same()
+    assert pair.report.recordings == 2 and pair.report.lent == {"validation": 1}
+    assert pair.reasons == ["validation left 1 tensors in the recording's memory"]
+
+
+def test_an_error_inside_gives_the_recording_up():
+    def fail(fit: Fit) -> None:
+        with fit.network_step.lend("validation"):
+            fit.memory["half"] = torch.ones(3)
+            raise ValueError("injected")
+
+    pair = twin({3: fail}, steps=7, accept=ValueError)
+    pair.assert_same()
+    assert pair.report.recordings == 2 and pair.report.lent == {}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_tail_works_in_the_recordings_memory(accumulate, monkeypatch):
+    """Its gradients are adopted there, and have to live on, until the optimizer or the end of the window."""
+
+    def tail(fit: Fit) -> None:
+        fit.batch = make_batch(fit.number, (1, *fit.shape[1:]))
+
+    events = {3: tail, 6: tail}  # the first of a window: its gradients are adopted as they are
+    pair = twin(events, steps=10, accumulate=accumulate)
+    pair.assert_same(replayed=7)
+    assert pair.report.lent == {"smaller batch": 2} and not pair.reasons
+    stay(monkeypatch)
+    assert accumulate == 1 or twin(events, steps=10, accumulate=accumulate).differences
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 64, 64), (1, 3, 96, 96)], ids=["larger", "other size"])
+def test_other_shapes_work_in_memory_of_their_own(shape):
+    def other(fit: Fit) -> None:
+        fit.batch = make_batch(fit.number, shape)
+
+    pair = twin({4: other}, steps=7)
+    pair.assert_same(replayed=5)
+    assert pair.report.lent == {}
+
+
+def test_a_tail_that_fails_returns_the_loan():
+    def fail(fit: Fit) -> None:
+        fit.batch = make_batch(fit.number, (1, *fit.shape[1:]))
+
+        def fault() -> None:
+            raise ValueError("injected")
+
+        fit.before_backward = fault
+
+    def heal(fit: Fit) -> None:
+        fit.before_backward = lambda: None
+
+    pair = twin({4: fail, 5: heal}, steps=8, accept=ValueError)
+    pair.assert_same()
+    assert not torch._C._len_torch_dispatch_stack()
