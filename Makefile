@@ -10,7 +10,7 @@ export YOLO_OFFLINE := true
 export YOLO_CONFIG_DIR := $(RUNS)/config
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo lint format test test-all test-gpu goldens upstream-range gate gate-accelerator clean
+.PHONY: help venv install demo lint format test test-all test-gpu bench goldens upstream-range gate gate-accelerator clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,11 @@ test-all: venv  ## all tests, the slow ones too
 
 test-gpu: venv  ## the GPU tests; without a GPU they fail instead of skipping
 	DETGRAPH_REQUIRE_GPU=1 $(BIN)/pytest -m gpu
+
+bench: venv  ## time complete fits, arm against arm: ARMS, DATA, WORDS, PAIRS, WARMUP, BUDGET, RECORD, see docs/benchmarks.md
+	$(BIN)/python benchmarks/bench.py $(or $(RECORD),$(RUNS)/bench/bench.json) \
+		$(foreach arm,$(ARMS),--arm '$(arm)') $(if $(DATA),--data '$(DATA)') $(if $(PAIRS),--pairs $(PAIRS)) \
+		$(if $(WARMUP),--warmup $(WARMUP)) $(if $(BUDGET),--budget $(BUDGET)) -- $(WORDS)
 
 goldens: venv  ## record the goldens anew and show what changed; DEVICE=0 for those of an H200, ARGS=--dry-run to look
 	$(BIN)/python tests/goldens/goldens.py --device $(or $(DEVICE),cpu) $(ARGS)

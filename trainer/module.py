@@ -185,7 +185,7 @@ class DetectionModule(pl.LightningModule):
         t, batch = self.upstream, self.batch
         columns = [f"{t.epoch + 1}/{t.epochs}", f"{t._get_memory():.3g}G"]
         numbers = [*t.tloss.values(), batch.get("cls", batch["img"]).shape[0], batch["img"].shape[-1]]
-        line = "".join(f"{column:>11}" for column in columns) + "".join("%11.4g" % number for number in numbers)
+        line = "".join(f"{column:>11}" for column in columns) + "".join(f"{float(number):11.4g}" for number in numbers)
         if t.capture.enabled:
             line += f"{t.capture_report.share():>11.0%}"
         self.batches.bar.set_description(line)
