@@ -28,6 +28,7 @@ COMMANDS = {
     "cfg": "detgraph.trainer.cli:show_cfg",
     "patches": "detgraph.trainer.cli:show_patches",
     "golden": "detgraph.trainer.golden:main",
+    "why": "detgraph.trainer.why:main",
 }
 
 # Words at which upstream stops reading arguments and does something else; it accepts dashes, singulars and initials.

@@ -1,0 +1,157 @@
+"""`yolo why` with real fits on a CPU: through the command line, with a replay, and what it leaves behind."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from ultralytics.engine.model import Model
+from ultralytics.optim import muon
+from ultralytics.utils import LOGGER
+
+from detgraph.trainer import LightningDetectionTrainer, why, why_clock, why_measure
+from detgraph.trainer.cli import main
+from detgraph.trainer.why_report import PHASES, Look
+from emulator import EmulatingRecorder
+
+FIT = ["model=yolo26n.yaml", "imgsz=64", "batch=2", "nbs=4", "device=cpu"]
+
+
+@pytest.fixture
+def data(tmp_path, make_dataset, monkeypatch):
+    """Five pictures, so a pass is two full batches and a tail; the current folder is empty."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return f"data={make_dataset(tmp_path / 'data', 5, 2)}"
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Return what was added to or taken from the test's folder, as a function."""
+
+    def files():
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "config" not in path.parts}
+
+    before = None
+
+    def changed():
+        nonlocal before
+        if before is None:
+            before = files()
+        return before ^ files()
+
+    return changed
+
+
+class OnCuda:
+    """A trainer as it would be on CUDA, for the plan of its sections."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def __getattr__(self, name):
+        return getattr(self.trainer, name)
+
+
+def test_as_a_process(data, left):
+    left()
+    words = ["why", *FIT, data, "optimizer=SGD", "--json", "-", "seconds=1", "project=mine", "capture_network=verify"]
+    command = [sys.executable, "-m", "detgraph.trainer", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not left()
+    found = json.loads(done.stdout)  # and nothing else
+    look = Look.from_dict(found)
+    assert look.words == ["train", *FIT, data, "optimizer=SGD", "project=mine"]
+    assert (look.fit["batch"], look.fit["images"], look.fit["accumulate"]) == (2, 5, 2)
+    eager, replay = look.arms
+    assert len(eager.steps_ms) >= 3 and len(eager.steps_ms) % 2 == 0 and eager.steps > 5
+    names = [phase.name for phase in eager.phases]
+    assert {"data wait", "preprocess", "forward", "objective", "backward", "optimizer", "ema", "loop"} == set(names)
+    assert names == [name for name in PHASES if name in names]
+    assert sum(phase.ms for phase in eager.phases) == pytest.approx(eager.step_ms, rel=0.5)
+    assert not replay.ran and "needs a CUDA device" in replay.blocked
+    assert found["gpu"] is None and found["verdict"]["bound"] in ("cpu", "data")
+    assert found["verdict"]["command"].endswith("capture_network=False")  # asked for, and impossible here
+    assert "Ultralytics" not in done.stderr and "Epoch" not in done.stderr  # no banner, no progress
+
+
+def test_replay_is_measured_and_everything_given_back(data, left, monkeypatch, capsys):
+    """As on CUDA: a replay, sections of their own for phases and profile, with operators in the place of kernels."""
+    plan = why_measure.plan
+    monkeypatch.setattr(why_measure, "plan", lambda trainer, *args, **more: plan(OnCuda(trainer), *args, **more))
+    monkeypatch.setattr(why_clock, "DEVICE_EVENTS", ("cpu_op",))
+    monkeypatch.setattr(LightningDetectionTrainer, "recorder", EmulatingRecorder())
+    train, update, level = Model.train, muon.muon_update, LOGGER.level
+    left()
+    main(["why", *FIT, data, "optimizer=MuSGD", "seconds=1", "json=x.json", "--picture", "x.png"])
+    assert left() == {"here/x.json", "here/x.png"}
+    assert (Model.train, muon.muon_update, LOGGER.level) == (train, update, level)
+    out = capsys.readouterr().out
+    assert "  orthogonalization" in out and "launches" in out and "To train: yolo train" in out
+    with open("x.json") as file:
+        look = Look.from_dict(json.load(file))
+    eager, replay = look.arms
+    assert eager.replayed == 0 and replay.ran and replay.blocked is None and replay.note is None
+    assert replay.replayed >= len(replay.steps_ms) / 2 and replay.recording_seconds > 0
+    work = {phase.name: phase.launches for phase in eager.phases}
+    assert all(work[name] > 0 for name in ("forward", "objective", "backward", "optimizer", "orthogonalization", "ema"))
+    assert look.busy_ms > 0 and all(phase.launches is None for phase in replay.phases)
+
+
+def run_out_of_memory(trainer, batch):
+    raise RuntimeError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("protected", [False, True])
+def test_out_of_memory_is_told_and_leaves_nothing(data, left, monkeypatch, capsys, protected):
+    if not protected:
+        monkeypatch.setattr(why.LookTrainer, "_leave_nothing", lambda trainer, begun: None)
+    monkeypatch.setattr(why.LookTrainer, "preprocess_batch", run_out_of_memory)
+    left()
+    assert why.main([*FIT, data]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    smaller = [word.replace("batch=2", "batch=1") for word in FIT]
+    assert said.startswith("yolo why: error: batch=2 does not fit") and said.endswith(
+        " ".join(["yolo why", *smaller, data])
+    )
+    assert left() == (set() if protected else {"data/labels/train.cache", "data/labels/val.cache"})
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ("no fit to look at",)),
+        (["modle=x"], ("'modle'", "model")),
+        (["capture_netwrok=True"], ("Did you mean capture_network",)),
+        (["val", "model=yolo26n.pt"], ("mode 'val'", "Leave 'val' out")),
+        (["mode=export"], ("mode 'export'",)),
+        (["checks"], ("does not train",)),
+        (["imgsz=[64", "32"], ("cannot read",)),
+        (["capture_network=True", "compile=True"], ("compile=True", "compile=False")),
+        (["model=missing.yaml"], ("missing.yaml",)),
+        (["cfg=missing.yaml"], ("missing.yaml",)),
+        (["model=yolo26n.yaml", "data=missing.yaml"], ("missing.yaml",)),
+        (["model=yolo26n.yaml", "DATA", "device=cpu", "imgsz=abc"], ("imgsz",)),
+        (["model=yolo26n.yaml", "DATA", "batch=many"], ("batch=many",)),
+        (["model=yolo26n.yaml", "resume=True"], ("resume",)),
+        (["model=yolo26n.yaml", "data=['a.yaml', 'b.yaml']"], ("data=a.yaml",)),
+        (["model=yolo26n.yaml", "device=0,1", "batch=8"], ("several GPUs", "yolo why", "device=0 batch=4")),
+        (["model=yolo26n-seg.yaml"], ("task 'segment'", "yolo why model=yolo26n.yaml")),
+        (["model=yolov8s-world.yaml"], ("YOLOWorld", "a trainer of its own")),
+    ],
+)
+def test_errors_come_before_any_work(data, left, capsys, words, parts):
+    train = Model.train
+    left()
+    with pytest.raises(SystemExit) as end:
+        main(["why", *(data if word == "DATA" else word for word in words)])
+    out, err = capsys.readouterr()
+    said = err.splitlines()[-1]
+    assert end.value.code == 2 and out == "" and said.startswith("yolo why: error: ")
+    for part in parts:
+        assert part in said
+    assert not left() and Model.train is train

@@ -1,0 +1,358 @@
+"""`yolo why` without a fit: the verdict's rules, what is advised, how it is shown, the clock and the trace."""
+
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from detgraph.trainer import why, why_clock, why_report
+from detgraph.trainer.why_clock import Clock, work_by_phase
+from detgraph.trainer.why_measure import Section
+from detgraph.trainer.why_report import Arm, Look, Phase, advise, bound_by, command
+from detgraph.trainer.why_show import draw, table
+from helpers import ROOT
+
+WORDS = ["train", "model=yolo26n.yaml", "data=coco8.yaml", "batch=4"]
+FIT = {
+    "model": "yolo26n.yaml",
+    "data": "coco8.yaml",
+    "device": "cuda:0",
+    "batch": 4,
+    "imgsz": 640,
+    "precision": "bf16",
+    "optimizer": "MuSGD",
+    "accumulate": 16,
+    "images": 8,
+    "cache": False,
+    "workers": 8,
+    "workers_asked": 8,
+    "cores": 16,
+    "asked": {},
+}
+
+
+def arm(name="eager", step=100.0, wait=1.0, busy=None, reserved=None, **more):
+    """Return an arm whose phases are one of waiting and one of everything else."""
+    rest = Phase("forward", step - wait, step - wait, busy, None if busy is None else 7000.0)
+    waiting = Phase("data wait", wait, wait, None if busy is None else 0.0, None if busy is None else 0.0)
+    memory = {} if reserved is None else {"peak_allocated": reserved // 2, "peak_reserved": reserved}
+    known = {"steps_ms": [step, step + 1], "phases": [waiting, rest], "memory_bytes": memory, "steps": 9}
+    return Arm(name, **{"step_ms": step, "wait_ms": wait, **known, **more})
+
+
+def replay(step=80.0, **more):
+    return arm("replay", step, capture={"capture_network": True}, replayed=8, **more)
+
+
+def look(*arms, **fit):
+    environment = {"torch": "2.11.0", "gpu": "A GPU"}
+    return Look(WORDS, {**FIT, **fit}, environment, list(arms))
+
+
+# The verdict ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "wait", "busy", "bound"),
+    [
+        (100, 1, 95, "gpu"),
+        (100, 60, 95, "gpu"),  # the GPU works off its queue while the host waits
+        (100, 1, 90, "gpu"),
+        (100, 50, 20, "data"),
+        (100, 20, 70, "data"),
+        (100, 1, 20, "host"),
+        (100, 19, 50, "host"),
+        (100, 25, 10, "mixed"),  # waiting is much, and still the smaller part of what the GPU idles
+        (100, 40, 85, "mixed"),  # faster batches could win no more than the idle 15
+        (100, 1, 70, "mixed"),
+        (100, 20, None, "data"),
+        (100, 19, None, "cpu"),
+        (2000, 20, 1900, "gpu"),
+    ],
+)
+def test_bound_by(step, wait, busy, bound):
+    assert bound_by(step, wait, busy) == bound
+
+
+@pytest.mark.parametrize(
+    ("wait", "busy", "said"),
+    [
+        (1.0, 95.0, "GPU-bound: the GPU works 95.0 of 100.0 ms (95%)"),
+        (50.0, 20.0, "Data-bound: a step waits 50.0 of 100.0 ms"),
+        (1.0, 20.0, "makes 7,000 launches a step"),
+        (1.0, 70.0, "Mixed: the GPU works 70.0"),
+        (1.0, None, "Bound by computing on the CPU"),
+        (50.0, None, "Data-bound: a step waits 50.0"),
+    ],
+)
+def test_every_verdict_says_its_numbers(wait, busy, said):
+    assert said in advise(look(arm(wait=wait, busy=busy))).sentences[0]
+
+
+# The advice -----------------------------------------------------------------------------------------------------------
+
+
+def test_replay_is_advised_where_it_was_faster():
+    advice = advise(look(arm(busy=20.0, reserved=2**30), replay(reserved=2**30 + 2**28)))
+    assert advice.command == "yolo train model=yolo26n.yaml data=coco8.yaml batch=4 capture_network=True"
+    assert "Replay takes the step from 100.0 to 80.0 ms (-20%) and reserved memory by +256 MiB." in advice.sentences
+
+
+@pytest.mark.parametrize("step", [96.0, 100.0, 120.0])
+def test_replay_is_not_advised_where_it_does_not_pay(step):
+    advice = advise(look(arm(busy=95.0), replay(step)))
+    assert "capture_network" not in advice.command
+    assert "it does not pay" in advice.sentences[-1]
+
+
+def test_what_the_user_asked_for_is_taken_back_where_it_does_not_pay():
+    for asked in (True, "verify"):
+        advice = advise(look(arm(busy=95.0), replay(99.0), asked={"capture_network": asked}))
+        assert advice.command.endswith("batch=4 capture_network=False")
+
+
+def test_an_arm_that_could_not_run_says_why():
+    blocked = Arm("replay", {"capture_network": True}, blocked="replay needs a CUDA device, this fit runs on 'cpu'")
+    advice = advise(look(arm(), blocked))
+    assert advice.sentences[-1] == f"Replay was not measured: {blocked.blocked}."
+    assert "capture_network" not in advice.command
+
+
+def test_a_recording_that_was_given_up_is_told():
+    given_up = replay(99.0, note="the rest trained eagerly: recording failed")
+    assert "the rest trained eagerly: recording failed" in advise(look(arm(busy=20.0), given_up)).sentences[-1]
+
+
+def test_the_fastest_of_several_arms_wins():
+    both = arm("both", 60.0, capture={"capture_network": True, "more": True})
+    advice = advise(look(arm(busy=20.0), replay(), both))
+    assert advice.command.endswith("capture_network=True more=True")
+    assert advise(look(arm(busy=20.0), replay(50.0), both)).command.endswith("capture_network=True")
+
+
+@pytest.mark.parametrize(
+    ("fit", "changes"),
+    [
+        ({}, "cache=ram workers=16"),
+        ({"workers": 2, "images": 8}, "cache=ram"),  # as many as there are batches: more would find nothing to do
+        ({"cores": 8}, "cache=ram"),
+        ({"cache": "ram"}, "workers=16"),
+        ({"device": "cpu", "workers": 0, "workers_asked": 0}, "cache=ram"),
+        ({"cache": "disk", "cores": 8}, ""),
+    ],
+)
+def test_a_fit_that_waits_is_told_what_to_change(fit, changes):
+    found = look(arm(wait=60.0, busy=None if "device" in fit else 20.0), **fit)
+    advice = advise(found)
+    assert advice.bound == "data" and advice.command.endswith(f"batch=4 {changes}".strip())
+    expected = f"Try {changes} and look again." if changes else "Lighter augmentation"
+    assert advice.sentences[1].startswith(expected)
+
+
+def test_a_fit_bound_by_its_gpu_is_not_told_to_load_faster():
+    assert advise(look(arm(wait=60.0, busy=95.0))).command == "yolo train model=yolo26n.yaml data=coco8.yaml batch=4"
+
+
+def test_command_replaces_and_quotes():
+    words = ["mode=train", "--workers=2", "model=a b.yaml", "cache = True", "train"]
+    changes = {"workers": 8, "cache": "ram", "gone": None}
+    assert command(words, changes) == "yolo train workers=8 'model=a b.yaml' cache=ram"
+    assert command([*words, "workers=3"], {"workers": 8, "model": None}, "why") == "yolo why workers=8 'cache = True'"
+
+
+# Shown ----------------------------------------------------------------------------------------------------------------
+
+
+def inside_optimizer(value):
+    outer, inner = Phase("optimizer", 3.0, 3.0), Phase("orthogonalization", 7.0, 7.0)
+    value.arms[0].phases += [outer, inner]
+    return value
+
+
+def test_table_of_a_gpu():
+    text = table(look(arm(busy=20.0, reserved=2**30), replay(reserved=2**31)))
+    assert "on A GPU: batch 4, 640 px, bf16, MuSGD" in text and "every 16 steps" in text
+    assert "host ms" in text and "launches" in text and "reserved MiB" in text and "2,048" in text
+    assert text.endswith("batch=4 capture_network=True")
+
+
+def test_table_of_a_cpu_has_no_device_columns():
+    blocked = Arm("replay", {"capture_network": True}, blocked="no")
+    text = table(look(arm(), blocked, device="cpu", accumulate=1))
+    assert "on CPU" in text and "every step" in text and "not measured" in text
+    assert "GPU ms" not in text and "reserved" not in text
+
+
+def test_the_row_of_the_optimizer_includes_its_orthogonalization():
+    lines = table(inside_optimizer(look(arm()))).splitlines()
+    (optimizer,) = [line for line in lines if line.startswith("optimizer")]
+    (inner,) = [line for line in lines if line.startswith("  orthogonalization")]
+    (whole,) = [line for line in lines if line.startswith("sum")]
+    assert "10.00" in optimizer and "7.00" in inner and "110.00" in whole
+
+
+def test_json_round_trip():
+    found = inside_optimizer(look(arm(busy=20.0, reserved=2**30), replay()))
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["schema"] == why_report.SCHEMA and data["verdict"]["bound"] == "host"
+    assert Look.from_dict(data) == found
+    with pytest.raises(ValueError, match="schema 0"):
+        Look.from_dict({**data, "schema": 0})
+
+
+def test_picture(tmp_path):
+    draw(inside_optimizer(look(arm(), replay(), Arm("blocked", blocked="no"))), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Measured -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passing(monkeypatch):
+    """Stop the clock's time, and return a function that lets milliseconds pass."""
+    now = [0.0]
+    monkeypatch.setattr(why_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def passing(ms):
+        now[0] += ms / 1e3
+
+    return passing
+
+
+def test_phases_add_up_to_the_step(passing):
+    waits = []
+    clock = Clock(lambda: waits.append(1))
+    passing(100)
+    clock.start_step()
+    passing(1)
+    with clock.phase("optimizer"):
+        passing(2)
+        clock.timed("ema", passing)(4)
+        passing(8)
+    passing(16)
+    ms, host_ms = clock.take_step()
+    assert ms == host_ms == pytest.approx({"loop": 17, "optimizer": 10, "ema": 4})
+    assert len(waits) == 2  # as steps start, and never between phases
+    passing(32)
+    assert clock.take_step()[0] == pytest.approx({"loop": 32})
+
+
+def test_a_synchronized_clock_tells_waiting_for_the_device_apart(passing):
+    clock = Clock(lambda: passing(5))
+    clock.synchronized = True
+    with clock.phase("forward"):
+        passing(1)
+    ms, host_ms = clock.take_step()
+    assert ms["forward"] == pytest.approx(6) and host_ms["forward"] == pytest.approx(1)
+
+
+def test_a_phase_ends_with_an_error(passing):
+    clock = Clock(lambda: None)
+    with pytest.raises(KeyError), clock.phase("forward"):
+        raise KeyError
+    clock.take_step()
+    passing(1)
+    assert clock.take_step()[0].keys() == {"loop"}
+
+
+def section(count, **more):
+    made = Section(**{"seconds": 1e9, **more})
+    made.steps = [({"forward": float(i)}, {}) for i in range(count)]
+    made.started = time.perf_counter()
+    return made
+
+
+def test_a_section_ends_with_whole_windows():
+    assert [n for n in range(1, 9) if section(n, seconds=0, window=3, least=4).over()] == [6]
+    assert [n for n in range(1, 9) if section(n, most=5).over()] == [5, 6, 7, 8]
+    assert [n for n in range(1, 9) if section(n, ready=lambda done: done > 6).over()] == [7, 8]
+
+
+def test_a_step_is_a_mean_of_its_window():
+    """An update in every second step counts half, and one slow window does not count."""
+    one = section(6, window=2)
+    one.steps = [({"forward": ms}, {}) for ms in (10.0, 30.0, 10.0, 30.0, 10.0, 3000.0)]
+    assert one.median(lambda ms, host_ms: ms["forward"]) == 20.0
+
+
+def event(cat, name, ts, dur=1.0, **args):
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def test_work_belongs_to_the_phase_that_issued_it():
+    events = [
+        event("kernel", "early", 50.0, 9.0, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 5.0, correlation=1),  # issued before the steps
+        event("user_annotation", "why:backward", 200.0, 100.0),
+        event("user_annotation", "why:forward", 100.0, 100.0),
+        event("gpu_user_annotation", "why:forward", 120.0, 500.0),
+        event("cpu_op", "aten::conv", 110.0, 20.0),
+        event("cuda_runtime", "cudaLaunchKernel", 150.0, correlation=2),
+        event("cuda_driver", "cuLaunchKernel", 160.0, correlation=3),
+        event("cuda_runtime", "cudaMemcpyAsync", 250.0, correlation=4),
+        event("kernel", "conv", 290.0, 2000.0, correlation=2),  # runs while the host is in another phase
+        event("kernel", "conv", 2290.0, 1000.0, correlation=3),
+        event("gpu_memcpy", "copy", 3290.0, 500.0, correlation=4),
+        event("gpu_memset", "of nobody", 210.0, 500.0),
+        event("kernel", "late", 900.0, 500.0, correlation=5),
+    ]
+    assert work_by_phase(events) == {"forward": (2, 3.0), "backward": (2, 1.0)}
+    assert work_by_phase(events[:2]) == {}
+
+
+def test_phases_are_in_a_real_trace(monkeypatch):
+    """On a CPU, operators stand in for kernels: they are in the same trace."""
+    monkeypatch.setattr(why_clock, "DEVICE_EVENTS", ("cpu_op",))
+    clock = Clock(lambda: None)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.zeros(3).neg()
+        clock.labelled = True
+        clock.start_step()
+        with clock.phase("forward"):
+            ones = torch.ones(3)
+            with clock.phase("ema"):
+                ones.abs()
+            ones.neg()
+        clock.labelled = False
+        clock.start_step()
+        torch.zeros(3).neg()
+    work = why_clock.device_work(profiled)
+    assert set(work) == {"forward", "ema"} and min(launches for launches, _ in work.values()) > 0
+
+
+# The words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--seconds 0", "more than 0"),
+        ("seconds=soon", "invalid"),
+        ("--json missing/x.json", "a folder that exists"),
+        ("json=.", "cannot be written"),
+        ("picture=x.gif", ".png"),
+    ],
+)
+def test_files_and_seconds_are_checked_first(capsys, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        why.main([*words.split(), "model=yolo26n.yaml"])
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_fields_and_limits_are_documented():
+    text = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    data = look(arm(busy=20.0), replay()).to_dict()
+    first = data["arms"][0]
+    names = [*data, *data["gpu"], *data["verdict"], *first, *first["phases"][0], *data["fit"]]
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
+    assert not [phase for phase in why_report.PHASES if f"`{phase}`" not in text and phase != why_report.LOOP]
+    assert f"schema version {why_report.SCHEMA}" in text
+    for limit in (why_report.GPU_BOUND, why_report.HOST_BOUND, why_report.DATA_BOUND):
+        assert re.search(rf"at (least|most) {limit}\b", text)
+    assert f"by {why_report.WORTHWHILE:.0%}".replace("%", " %") in text
