@@ -1,11 +1,18 @@
 # Prepares a machine that has torch and no network: sourced from the repository root, with the folder CARRY (.carry)
-# beside it: whl/ holds wheels of ultralytics and what it needs, polars.tar.xz an unpacked polars.
+# beside it: whl/ holds wheels of ultralytics and what it needs, polars.tar.xz an unpacked polars. It makes a virtual
+# environment on top of the running one, installs this tree into it, and puts it first on PATH.
 set -e
 carry="${CARRY:-.carry}"
-site=$(mktemp -d)
-python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$carry"/whl/*.whl
+work=$(mktemp -d)
+site_packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+python3 -m venv --without-pip "$work/venv"
+site=$("$work/venv/bin/python3" -c "$site_packages")
+python3 -c "$site_packages" >"$site/below.pth"
+install="python3 -m pip --python $work/venv/bin/python3 install -q --disable-pip-version-check --no-index --no-deps"
+$install --no-compile "$carry"/whl/*.whl
 tar xJf "$carry/polars.tar.xz" -C "$site"
-mkdir -p "$site/detgraph"
-for room in cfg models trainer patches; do ln -s "$PWD/$room" "$site/detgraph/$room"; done
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH" PYTHONUNBUFFERED=1
+$install --no-build-isolation -e .
+printf '#!%s\nfrom pytest import main\nraise SystemExit(main())\n' "$work/venv/bin/python3" >"$work/venv/bin/pytest"
+chmod +x "$work/venv/bin/pytest"
+export PATH="$work/venv/bin:$PATH" PYTHONUNBUFFERED=1
 export YOLO_OFFLINE=true YOLO_CONFIG_DIR="$(mktemp -d)" MPLBACKEND=Agg

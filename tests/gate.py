@@ -72,7 +72,9 @@ def run(plan: list[Stage]) -> list[Stage]:
         print(f"== {stage.name}: {' '.join(stage.command)}", flush=True)
         start = time.monotonic()
         try:
-            environment = {**os.environ, "DETGRAPH_REQUIRE_GPU": "1"} if stage.name == "accelerator" else None
+            # What does not need a GPU must come out the same where there is one, so it does not see it.
+            more = {"DETGRAPH_REQUIRE_GPU": "1"} if stage.name == "accelerator" else {"CUDA_VISIBLE_DEVICES": ""}
+            environment = {**os.environ, **more}
             code = subprocess.run(stage.command, cwd=ROOT, stdin=subprocess.DEVNULL, env=environment).returncode
         except OSError as error:
             print(error, flush=True)
