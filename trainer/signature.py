@@ -1,5 +1,7 @@
 """Everything that a recording bakes in, taken when it is made and compared before every replay.
 
+`Guards` is the mechanism; `Signature` is what the network's recording bakes in.
+
 A recording re-issues kernels on addresses: what Python would have decided since is not asked again. So the signature
 covers the input's form, the state of autograd, autocast and the numeric flags, and for the network each module,
 parameter and buffer: identity, address, layout, precision, modes, scalar attributes, hooks. Values are not part of
@@ -11,7 +13,7 @@ pays for finding out what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -75,6 +77,15 @@ RECORDABLE = {
 }
 
 
+def process_obstacle(device_type: str, recordable: dict[str, object]) -> str | None:
+    """Return which state of the process does not have the value that ``recordable`` gives for its name, or None."""
+    readers = _context(device_type)
+    for name, allowed in recordable.items():
+        if (value := readers[name]()) != allowed:
+            return f"{name}: {value}"
+    return None
+
+
 def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
     """Return what keeps the network from being recorded right now, or None: hooks and modes run Python each step.
 
@@ -82,10 +93,8 @@ def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
     """
     if images.requires_grad:
         return "input requires_grad: True"
-    readers = _context(images.device.type)
-    for name, allowed in RECORDABLE.items():
-        if (value := readers[name]()) != allowed:
-            return f"{name}: {value}"
+    if obstacle := process_obstacle(images.device.type, RECORDABLE):
+        return obstacle
     for path, module in root.named_modules():
         for name in MODULE_HOOKS:
             if getattr(module, name):
@@ -93,7 +102,37 @@ def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
     return None
 
 
-class Signature:
+class Guards:
+    """Guards with the values that they had when a recording was made."""
+
+    def __init__(self, guards: list[Guard]) -> None:
+        self._guards = guards
+        self._baked = [guard.read() for guard in guards]
+
+    @property
+    def guards(self) -> list[str]:
+        """Return the names of what is compared, in order."""
+        return [guard.name for guard in self._guards]
+
+    def change(self) -> str | None:
+        """Return the first difference from the present, worded by its guard, or None."""
+        for guard, baked in zip(self._guards, self._baked, strict=True):
+            try:
+                now = guard.read()
+            except (KeyError, AttributeError) as error:
+                return f"{guard.name}: {error} is gone"
+            if now != baked:
+                return guard.explain(baked, now)
+        return None
+
+
+def process_guards(device_type: str, names: Collection[str] | None = None) -> list[Guard]:
+    """Return the guards of the state of the process: all of it, or the part that ``names`` selects."""
+    readers = _context(device_type)
+    return [Guard(name, readers[name], from_to(name)) for name in names or readers]
+
+
+class Signature(Guards):
     """What one recording of ``root`` (backbone, neck and head of a model) bakes in.
 
     ``change(images)`` returns None while a replay would do what the network would do, else a sentence: what changed,
@@ -108,41 +147,28 @@ class Signature:
         paths = {module: f"model.{path}" if path else "model" for path, module in root.named_modules()}
         self._modules = list(paths)
         self._paths = list(paths.values())
-        self._guards = [
-            *self._input_guards(images),
+        self._images: Tensor | None = images
+        super().__init__([
+            *self._input_guards(),
             *self._context_guards(images.device.type),
             *self._module_guards(),
             *self._tensor_guards(),
-        ]
-        self._images: Tensor | None = images
-        self._baked = [guard.read() for guard in self._guards]
+        ])  # fmt: skip
         self._images = None
-
-    @property
-    def guards(self) -> list[str]:
-        """Return the names of what is compared, in order."""
-        return [guard.name for guard in self._guards]
 
     def change(self, images: Tensor) -> str | None:
         """Compare with the present; ``images`` is the input of the step that is to be replayed."""
         self._images = images
         try:
-            for guard, baked in zip(self._guards, self._baked, strict=True):
-                try:
-                    now = guard.read()
-                except (KeyError, AttributeError) as error:
-                    return f"{guard.name}: {error} is gone"
-                if now != baked:
-                    return guard.explain(baked, now)
+            return super().change()
         finally:
             self._images = None
-        return None
 
     # Readers ----------------------------------------------------------------------------------------------------
 
-    def _input_guards(self, images: Tensor) -> list[Guard]:
+    def _input_guards(self) -> list[Guard]:
         def guard(name: str, read: Callable[[Tensor], object]) -> Guard:
-            return Guard(f"input {name}", lambda: read(self._images), _from_to(f"input {name}"))
+            return Guard(f"input {name}", lambda: read(self._images), from_to(f"input {name}"))
 
         return [
             guard("shape", attrgetter("shape")),
@@ -153,7 +179,7 @@ class Signature:
         ]
 
     def _context_guards(self, device_type: str) -> list[Guard]:
-        guards = [Guard(name, read, _from_to(name)) for name, read in _context(device_type).items()]
+        guards = process_guards(device_type)
         model = self.model
 
         def objective() -> type | None:
@@ -162,8 +188,8 @@ class Signature:
 
         # The objective is built during the first step, so None may become what the model itself would build.
         self._objective = objective() or type(model.init_criterion())
-        guards.append(Guard("objective", lambda: objective() or self._objective, _from_to("objective")))
-        guards.append(Guard("saved layer indices", lambda: list(model.save), _from_to("saved layer indices")))
+        guards.append(Guard("objective", lambda: objective() or self._objective, from_to("objective")))
+        guards.append(Guard("saved layer indices", lambda: list(model.save), from_to("saved layer indices")))
         return guards
 
     def _module_guards(self) -> list[Guard]:
@@ -187,7 +213,7 @@ class Signature:
         ]
 
         def attribute(baked: list, now: list) -> str:
-            i = _first_difference(baked, now)
+            i = first_difference(baked, now)
             _, _, path, names = scalars[i]
             pairs = [(baked[i], now[i])] if len(names) == 1 else list(zip(baked[i], now[i], strict=True))
             j = next(j for j, (a, b) in enumerate(pairs) if a != b)
@@ -219,7 +245,7 @@ class Signature:
         owner = {id(c): path for path, i in zip(paths, range(len(paths)), strict=True) for c in containers[3 * i :][:3]}
 
         def number(baked: list, now: list) -> str:
-            i = _first_difference(baked, now)
+            i = first_difference(baked, now)
             new = [key for key in own[i] if key not in (scalars[i][3] + [k for a, k, _ in others if a is own[i]])]
             new = [key for key in new if key not in INTERNAL]
             return f"attributes of {paths[i]}: {baked[i]} -> {now[i]}" + (f" (new: {', '.join(new)})" if new else "")
@@ -229,15 +255,15 @@ class Signature:
             return f"a hook ({MODULE_HOOKS[i % 4].strip('_')}) was registered on {paths[i // 4]}"
 
         def other(baked: list, now: list) -> str:
-            _, key, path = others[_first_difference(baked, now)]
+            _, key, path = others[first_difference(baked, now)]
             return f"attribute {key} of {path} was replaced"
 
         def kind_of(baked: list, now: list) -> str:
-            i = _first_difference(baked, now)
+            i = first_difference(baked, now)
             return f"class of {paths[i]}: {baked[i].__name__} -> {now[i].__name__}"
 
         def content(baked: list, now: list) -> str:
-            i = _first_difference(baked, now)
+            i = first_difference(baked, now)
             return f"attribute {lists[i][1]} of {lists[i][2]} changed: {list(baked[i])} -> {list(now[i])}"
 
         model = self.model
@@ -264,7 +290,7 @@ class Signature:
 
         def guard(what: str, names: list[str], tensors: list[Tensor], read: Callable) -> Guard:
             def explain(baked: list, now: list) -> str:
-                i = _first_difference(baked, now)
+                i = first_difference(baked, now)
                 values = "" if what == "address" else f": {baked[i]} -> {now[i]}"
                 return f"{what} of tensor {names[i]} changed{values}"
 
@@ -278,9 +304,9 @@ class Signature:
         ]
 
 
-def _from_to(name: str) -> Callable[[object, object], str]:
+def from_to(name: str) -> Callable[[object, object], str]:
     return lambda baked, now: f"{name}: {baked} -> {now}"
 
 
-def _first_difference(baked: list, now: list) -> int:
+def first_difference(baked: list, now: list) -> int:
     return next((i for i, (a, b) in enumerate(zip(baked, now, strict=False)) if a != b), min(len(baked), len(now)))
