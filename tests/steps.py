@@ -31,6 +31,7 @@ from detgraph.trainer import digests
 from detgraph.trainer.eligibility import split_blocker
 from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
 from detgraph.trainer.report import CaptureReport
+from detgraph.trainer.state import as_bytes
 from emulator import EmulatingRecorder
 
 # Two levels, an end-to-end head, dropout (draws random numbers) and attention-free blocks: 11 ms a step on one core.
@@ -94,7 +95,7 @@ def snapshot(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, tuple | 
         if tensor is None:
             found[name] = None
             continue
-        raw = tensor.detach().contiguous().numpy().tobytes()
+        raw = as_bytes(tensor).numpy().tobytes()
         found[name] = (tensor.dtype, tensor.shape, raw if len(raw) < 4096 else hashlib.sha256(raw).digest())
     return found
 

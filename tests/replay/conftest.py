@@ -1,34 +1,3 @@
-"""One thread, so that sums have one order and the folder one core; and what the logger warned of."""
+"""What the tests of the network step share."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Iterator
-
-import pytest
-import torch
-from ultralytics.utils import LOGGER
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    """Return the list that our warnings are appended to while the test runs."""
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "capture_network" in record.getMessage():
-                lines.append(record.getMessage())
-
-    handler = Handler(logging.WARNING)
-    LOGGER.addHandler(handler)
-    yield lines
-    LOGGER.removeHandler(handler)
+from fixtures import one_thread, warned  # noqa: F401 fixtures
