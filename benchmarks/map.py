@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -47,7 +48,7 @@ from ultralytics.utils import LOGGER
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions
 from detgraph.trainer import digests as d
-from detgraph.trainer.eligibility import network_step_for
+from detgraph.trainer.eligibility import network_step_for, orthogonalization_for
 from detgraph.trainer.loop import EpochBatches, LoopState
 from detgraph.trainer.module import DetectionModule
 from detgraph.trainer.report import CaptureReport
@@ -115,6 +116,7 @@ class WarmBench(Bench):
 
     def __init__(self, case: Case, data: str, batches: list[dict] | None, **more) -> None:
         super().__init__(case, data, steps=0, **more)
+        self.in_force = ExitStack()
         model, *rest = self.saved
         self.saved, self.ema = (_to_host(model), *rest), _to_host(self.ema)
         self.loader = self.trainer.train_loader
@@ -140,17 +142,21 @@ class WarmBench(Bench):
         t.train_loader = WarmBatches(self.loader, self.warm, size)
         t.capture, t.capture_report = options, CaptureReport(options)
         t.network_step, _ = network_step_for(t)
+        t.orthogonalization, _ = orthogonalization_for(t)
+        self.in_force.enter_context(t.orthogonalization.in_force())
         state = LoopState(0, len(t.train_loader), -1, 1, mosaic_closed=True)
         return DetectionModule(t, state, EpochBatches(t)), iter(t.train_loader)
 
     def finish(self) -> None:
         """Drop the recording and what the arm left in the trainer."""
         t = self.trainer
-        if t.network_step is not None:
-            t.network_step.drop()
+        for holder in (t.network_step, t.orthogonalization):
+            if holder is not None:
+                holder.drop()
+        self.in_force.close()
         t.optimizer.zero_grad()
         t.optimizer.state.clear()
-        t.network_step = t.tloss = t.loss = t.loss_items = None
+        t.network_step = t.orthogonalization = t.tloss = t.loss = t.loss_items = None
         clear()
 
 
@@ -259,7 +265,7 @@ def wrong(arm: dict, first: dict, words: list[str]) -> bool:
         return True
     if "out of memory" in (arm.get("error") or arm["blocked"] or ""):
         return False
-    return "error" in arm or (options(words).enabled and arm["replayed"] < arm["steps"] - 1)
+    return "error" in arm or (options(words).network and arm["replayed"] < arm["steps"] - 1)
 
 
 def table(record: dict, names: list[str]) -> str:

@@ -38,8 +38,9 @@ class CaptureOptions:
     Attributes:
         capture_network: True, False or "verify". The words "true", "false" and "verify" are accepted in any case, as
             on a command line; numbers and None are not.
-        record_at_step: Index of the first training batch of a fit that may be recorded.
-        max_recordings: Most recordings one fit may make.
+        capture_orthogonalization: True or False, in the same spellings.
+        record_at_step: Index of the first training batch of a fit whose network may be recorded.
+        max_recordings: Most recordings one fit may make, counted apart for each of the two.
         self_check: Whether a recording is proven against an eager step before it counts.
 
     Raises:
@@ -47,12 +48,14 @@ class CaptureOptions:
     """
 
     capture_network: bool | str = _KEYS["capture_network"]["default"]
+    capture_orthogonalization: bool = _KEYS["capture_orthogonalization"]["default"]
     record_at_step: int = _OPTIONS["record_at_step"]["default"]
     max_recordings: int = _OPTIONS["max_recordings"]["default"]
     self_check: bool = _OPTIONS["self_check"]["default"]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "capture_network", _checked_choice("capture_network", self.capture_network))
+        for name in _KEYS:
+            object.__setattr__(self, name, _checked_choice(name, getattr(self, name)))
         for name in ("record_at_step", "max_recordings"):
             value, minimum = getattr(self, name), _OPTIONS[name]["minimum"]
             if type(value) is not int or value < minimum:  # bool is an int for isinstance
@@ -61,13 +64,23 @@ class CaptureOptions:
             raise CaptureOptionError(f"self_check={self.self_check!r} is not allowed: give True or False.")
 
     @property
+    def asked(self) -> dict[str, bool | str]:
+        """The keys that ask for something to be recorded, with their values."""
+        return {name: value for name in _KEYS if (value := getattr(self, name)) is not False}
+
+    @property
     def enabled(self) -> bool:
-        """Whether the fit may record and replay."""
-        return self.capture_network is not False
+        """Whether the fit may record and replay anything at all."""
+        return bool(self.asked)
+
+    @property
+    def network(self) -> bool:
+        """Whether the fit may record and replay the network."""
+        return "capture_network" in self.asked
 
     @property
     def verify(self) -> bool:
-        """Whether every replayed step is checked against an eager one."""
+        """Whether every replayed step of the network is checked against an eager one."""
         return self.capture_network == "verify"
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,10 +141,11 @@ def refuse_near_miss(name: str) -> None:
         )
     spelt = name.lower().replace("-", "_").strip("_")
     close = get_close_matches(spelt, [*_KEYS, PYTHON_KEY], n=1, cutoff=0.75)
-    if close or spelt.startswith("capture"):
-        raise CaptureOptionError(
-            f"'{name}' is not a valid argument. Did you mean {(close or COMMAND_LINE_KEYS)[0]}=...?"
-        )
+    if spelt.startswith("capture"):
+        begun = [name for name in _KEYS if name.startswith(spelt)]
+        close = begun or close or get_close_matches(spelt, _KEYS, n=1, cutoff=0)
+    if close:
+        raise CaptureOptionError(f"'{name}' is not a valid argument. Did you mean {close[0]}=...?")
 
 
 def merge_options(ours: Mapping[str, Any], ambient: CaptureOptions | None = None) -> CaptureOptions | None:
@@ -162,21 +176,21 @@ def check_contradictions(options: CaptureOptions | None, args: Mapping[str, Any]
         mode: Upstream's mode, or the name of a command.
 
     Raises:
-        CaptureOptionError: If options were given outside training, or `compile` is on together with the capture.
+        CaptureOptionError: If options were given outside training, or `compile` is on together with `capture_network`.
     """
     if options is None:
         return
-    value = options.capture_network
     if mode != "train":
         kind = "mode" if mode in _MODES else "command"
+        given = options.asked or dict.fromkeys(_KEYS, False)
         raise CaptureOptionError(
-            f"capture_network={value} has no meaning for {kind} '{mode}': only training records a network. "
-            "Leave capture_network out, or use mode 'train'."
+            f"{as_words(given)} has no meaning for {kind} '{mode}': only training records anything. "
+            f"Leave {' and '.join(given)} out, or use mode 'train'."
         )
-    if options.enabled and (compiled := args.get("compile")):
+    if options.network and (compiled := args.get("compile")):
         raise CaptureOptionError(
-            f"capture_network={value} and compile={compiled} contradict each other: the capture replays the network as "
-            "eager mode runs it, bit for bit, and torch.compile computes another one. "
+            f"capture_network={options.capture_network} and compile={compiled} contradict each other: the capture "
+            "replays the network as eager mode runs it, bit for bit, and torch.compile computes another one. "
             "Set compile=False to capture, or capture_network=False to compile."
         )
 
@@ -221,6 +235,11 @@ def remembered_options(run_dir: str | Path) -> CaptureOptions | None:
             f"{path} cannot be read ({type(e).__name__}: {e}), so the options of the earlier fit are unknown. "
             "Give capture_network=True or capture_network=False, or delete the file to resume eagerly."
         ) from e
+
+
+def as_words(given: Mapping[str, Any]) -> str:
+    """Return keys with their values as on a command line: "capture_network=True capture_orthogonalization=True"."""
+    return " ".join(f"{name}={value}" for name, value in given.items())
 
 
 def describe_options() -> str:

@@ -47,6 +47,7 @@ class Patch:
         signature: The target's parameters and defaults, without annotations: "(self, trainer=None, **kwargs)".
         fingerprints: `fingerprint(target)` -> the upstream versions that have it.
         replacement: Takes the original object and returns the one to put in its place.
+        on_request: Whether `apply()` leaves it out: whoever needs the patch applies it, and takes it back.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Patch:
         signature: str,
         fingerprints: Mapping[str, str],
         replacement: Callable[[Any], Any],
+        on_request: bool = False,
     ) -> None:
         self.name, self.target, self.what = name, target, what
         self.signature, self.fingerprints, self.replacement = signature, fingerprints, replacement
+        self.on_request = on_request
         self._original = self._installed = _UNSET
 
     @property
@@ -142,7 +145,7 @@ class Patch:
         return (
             f"patch '{self.name}' does not fit {self.target}: {drift}. Installed is ultralytics {_upstream_version()}, "
             f"supported is {supported}. Install a supported version (pip install ultralytics=={supported}), undo other "
-            "patches on the same target, or train without capture_network."
+            "patches on the same target, or train without the capture."
         )
 
 
@@ -155,7 +158,7 @@ def series() -> tuple[Patch, ...]:
 
 
 def apply() -> None:
-    """Apply the series, in order. What is applied already stays.
+    """Apply the series, in order, but for what is applied on request only. What is applied already stays.
 
     Raises:
         PatchDriftError: If a patch does not fit the installed upstream. Then this call has applied none.
@@ -163,7 +166,7 @@ def apply() -> None:
     done: list[Patch] = []
     try:
         for patch in series():
-            if not patch.applied:
+            if not patch.applied and not patch.on_request:
                 patch.apply()
                 done.append(patch)
     except PatchDriftError:

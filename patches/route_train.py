@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from detgraph.cfg import CaptureOptions, check_contradictions, merge_options, split_options
+from detgraph.cfg import CaptureOptions, as_words, check_contradictions, merge_options, split_options
 from detgraph.patches.registry import Patch
 
 ambient_options: ContextVar[CaptureOptions | None] = ContextVar("ambient_options", default=None)
@@ -131,7 +131,7 @@ def _warn_not_in_force(model: Any, trainer: Any, options: CaptureOptions) -> Non
         why = f"the task is '{model.task}', and only 'detect' can be recorded"
     else:
         why = f"{type(model).__name__} trains its models with a trainer of its own"
-    LOGGER.warning(f"capture_network={options.capture_network} is not in force: {why}. Training eagerly.")
+    LOGGER.warning(f"{as_words(options.asked)} is not in force: {why}. Training eagerly.")
 
 
 def _remembering(trainer: Any, cfg: Any) -> Callable[..., Any]:
@@ -154,7 +154,7 @@ def _patched(original: Callable[..., Any]) -> Callable[..., Any]:
 patch = Patch(
     name="route_train",
     target="ultralytics.engine.model:Model.train",
-    what="stock detectors train with LightningDetectionTrainer; train() accepts capture_network",
+    what="stock detectors train with LightningDetectionTrainer; train() accepts our keys",
     signature="(self, trainer=None, **kwargs)",
     fingerprints={"0f85d61a53464cf66bea51b5cf9135857b218c280aef0582fae3ae2b0454344e": "8.4.190"},
     replacement=_patched,

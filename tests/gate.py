@@ -51,7 +51,7 @@ def stages(venv: Path | None, accelerator: bool = False) -> list[Stage]:
         Stage("drift", [tool["python3"], "-m", "detgraph.trainer", "patches"]),
         test("docs", "tests/docs"),
         test("unit", "tests/unit", *WORKERS),
-        test("mutation", "tests/replay", *WORKERS),
+        test("mutation", "tests/replay", "tests/orthogonalization", *WORKERS),
         test("parity", "tests/parity", *ARMS),
         test("goldens", "tests/goldens"),
         test("compat", "tests/compat", *WORKERS),

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 from ultralytics.nn.modules import Detect
 from ultralytics.nn.tasks import DetectionModel
+from ultralytics.optim import MuSGD
 from ultralytics.utils import LOGGER, RANK
 from ultralytics.utils.torch_utils import is_qat, unwrap_model
 
 from detgraph.cfg import precision_blocker
+from detgraph.patches import replay_orthogonalization
 
 from .network import EagerNetworkStep, GraphedNetworkStep, objective_blocker
+from .orthogonalization import EagerOrthogonalization, GraphedOrthogonalization
 from .recorders import CudaRecorder
 from .upstream import loop_drift
 
@@ -54,11 +57,18 @@ def split_blocker(model: nn.Module) -> str | None:
     return None
 
 
+def _device_blocker(trainer: LightningDetectionTrainer) -> str | None:
+    """Return why nothing can be recorded on the fit's device."""
+    if trainer.recorder is None and trainer.device.type != "cuda":
+        return f"replay needs a CUDA device, this fit runs on '{trainer.device.type}'"
+    return None
+
+
 def _network_blocker(trainer: LightningDetectionTrainer) -> str | None:
     """Return why this fit's network stays eager from the start."""
     model = unwrap_model(trainer.model)
-    if trainer.recorder is None and trainer.device.type != "cuda":
-        return f"replay needs a CUDA device, this fit runs on '{trainer.device.type}'"
+    if blocker := _device_blocker(trainer):
+        return blocker
     if blocker := split_blocker(trainer.model):
         return blocker
     head = model.model[-1]
@@ -113,7 +123,7 @@ def nominal_share(trainer: LightningDetectionTrainer) -> float:
 def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkStep, str | None]:
     """Return the network step of a fit, and why it is not the one that was asked for."""
     report = trainer.capture_report
-    if not trainer.capture.enabled:
+    if not trainer.capture.network:
         return EagerNetworkStep(trainer.model, report, "capture_network=False"), None
     if blocker := _network_blocker(trainer):
         return EagerNetworkStep(trainer.model, report, blocker), blocker
@@ -127,3 +137,28 @@ def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkSt
     step = GraphedNetworkStep(trainer.model, recorder, shape, trainer.capture, report)
     step.survivors = lambda: [trainer.loss, *(trainer.loss_items or {}).values(), *(trainer.tloss or {}).values()]
     return step, None
+
+
+def _orthogonalization_blocker(trainer: LightningDetectionTrainer) -> str | None:
+    """Return why this fit's optimizer steps stay eager from the start."""
+    if blocker := _device_blocker(trainer):
+        return blocker
+    if type(trainer.optimizer) is not MuSGD:
+        return (
+            f"the optimizer is {type(trainer.optimizer).__qualname__}, and only MuSGD orthogonalizes "
+            "(optimizer=auto picks it for fits of more than 10000 optimizer steps): train with optimizer=MuSGD"
+        )
+    if drift := replay_orthogonalization.patch.drift():
+        return f"patch 'replay_orthogonalization' does not fit {replay_orthogonalization.patch.target}: {drift}"
+    return None
+
+
+def orthogonalization_for(trainer: LightningDetectionTrainer) -> tuple[EagerOrthogonalization, str | None]:
+    """Return what a fit's optimizer steps run in, and why it is not what was asked for."""
+    report = trainer.capture_report.orthogonalization
+    if not trainer.capture.capture_orthogonalization:
+        return EagerOrthogonalization(report, "capture_orthogonalization=False"), None
+    if blocker := _orthogonalization_blocker(trainer):
+        return EagerOrthogonalization(report, blocker), blocker
+    recorder = trainer.recorder or CudaRecorder(trainer.device)
+    return GraphedOrthogonalization(trainer.model, recorder, trainer.capture, report), None

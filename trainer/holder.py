@@ -72,9 +72,8 @@ class RecordingHolder:
         try:
             problem = prove()
         except Exception as error:
-            problem = f"recording failed: {_first_line(error)}"
             recording.release()
-            self._require_device(error)
+            problem = self._failed(error)
         finally:
             if problem is not None:
                 recording.release()
@@ -84,15 +83,21 @@ class RecordingHolder:
         self.report.recordings += 1
         return True
 
-    def _require_device(self, error: Exception) -> None:
-        """Give the memory of a failed recording back; raise a clear error if the device does not answer any more."""
+    def _failed(self, error: Exception) -> str:
+        """Give the memory of a failed recording back and return why the rest of the fit is eager.
+
+        Raises:
+            RuntimeError: if the device does not answer any more.
+        """
+        what = (str(error).splitlines() or [type(error).__name__])[0]
         try:
             self.recorder.settle()
         except RuntimeError as broken:
             raise RuntimeError(
-                f"the device does not answer after a failed recording ({_first_line(error)}). Nothing that this "
-                f"process holds on it can be used: start again, with {self.key}=False or resume from last.pt"
+                f"the device does not answer after a failed recording ({what}). Nothing that this process holds on it "
+                f"can be used: start again, with {self.key}=False or resume from last.pt"
             ) from broken
+        return f"recording failed: {what}"
 
     def _retire(self, reason: str) -> None:
         """Give up the recording; another may be made, up to the allowed number of recordings."""
@@ -106,7 +111,3 @@ class RecordingHolder:
         self.blocked = reason
         self.report.block(reason)
         LOGGER.warning(f"{self.key}: the rest of the fit trains eagerly: {reason}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

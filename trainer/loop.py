@@ -15,15 +15,17 @@ from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import DEFAULT_CFG, LOGGER, RANK, TQDM
 
 from detgraph.cfg import (
+    COMMAND_LINE_KEYS,
     REPORT_NAME,
     CaptureOptions,
+    as_words,
     check_contradictions,
     merge_options,
     remembered_options,
     split_options,
 )
 
-from .eligibility import loop_blocker, network_step_for
+from .eligibility import loop_blocker, network_step_for, orthogonalization_for
 from .report import CaptureReport
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
@@ -90,9 +92,9 @@ class EpochBatches:
 
 
 class LightningDetectionTrainer(DetectionTrainer):
-    """``DetectionTrainer`` whose loop runs under Lightning, with the network replayed where that is asked for.
+    """``DetectionTrainer`` whose loop runs under Lightning, with parts of a step replayed where that is asked for.
 
-    Takes upstream's arguments, and ours among the overrides: ``capture_network`` (as on the command line) or
+    Takes upstream's arguments, and ours among the overrides: our keys (as on the command line) or
     ``capture_options`` (a ``CaptureOptions``). Ours are taken out before upstream sees them, so ``args.yaml`` and
     checkpoints stay stock. Subclasses may override whatever upstream's trainer allows; one that overrides
     ``_do_train`` keeps its own loop.
@@ -118,7 +120,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         self.capture = given or CaptureOptions()
         check_contradictions(self.capture, vars(self.args))
         self.capture_report: CaptureReport | None = None
-        self.network_step = None
+        self.network_step = self.orthogonalization = None
 
     def train(self) -> None:
         """Train as upstream does, and say so where our loop has no part in it: other processes, a subclass's loop."""
@@ -180,10 +182,14 @@ class LightningDetectionTrainer(DetectionTrainer):
             while True:
                 self.network_step, blocker = network_step_for(self)
                 if blocker:
-                    self._say_not_in_force(blocker)
+                    self._say_not_in_force(blocker, "capture_network")
+                self.orthogonalization, blocker = orthogonalization_for(self)
+                if blocker:
+                    self._say_not_in_force(blocker, "capture_orthogonalization")
                 batches = EpochBatches(self)
                 try:
-                    fit(DetectionModule(self, state, batches), batches, self.device, [RecordingEnds(self)])
+                    with self.orthogonalization.in_force():
+                        fit(DetectionModule(self, state, batches), batches, self.device, [RecordingEnds(self)])
                     break
                 except BatchTooLarge as error:
                     out_of_memory = error.out_of_memory
@@ -191,8 +197,9 @@ class LightningDetectionTrainer(DetectionTrainer):
                     batches.finish(early=True)  # after an error, the bar ends before the message and not after it
                 self._shrink_batch(state, out_of_memory)
         finally:
-            if self.network_step is not None:
-                self.network_step.drop()
+            for holder in (self.network_step, self.orthogonalization):
+                if holder is not None:
+                    holder.drop()
             self._close_report()
         seconds = time.time() - self.train_time_start
         log_as_upstream(LOG_COMPLETED, self, epoch=state.epoch, seconds=seconds)
@@ -237,24 +244,27 @@ class LightningDetectionTrainer(DetectionTrainer):
         state.last_opt_step = -1
 
     def progress_string(self) -> str:
-        """Upstream's header, with our column when the capture was asked for and this loop runs."""
-        ours = f"{'Replayed':>11}" if self.network_step is not None and self.capture.enabled else ""
+        """Upstream's header, with our column when the network's capture was asked for and this loop runs."""
+        ours = f"{'Replayed':>11}" if self.network_step is not None and self.capture.network else ""
         return super().progress_string() + ours
 
-    def _say_not_in_force(self, blocker: str) -> None:
-        known = self.capture_report.blocked
-        self.capture_report.block(blocker)
-        if self.capture.enabled and known != blocker:  # a smaller batch starts anew, and would say it again
-            LOGGER.warning(
-                f"capture_network={self.capture.capture_network} is not in force: {blocker}. "
-                "The fit trains eagerly, with the same result."
-            )
+    def _say_not_in_force(self, blocker: str, key: str | None = None) -> None:
+        """Note and say why what ``key`` asks for is not done; without a key, why nothing that was asked for is."""
+        keys = [key] if key else COMMAND_LINE_KEYS
+        known = {self.capture_report.counts(name).blocked for name in keys}
+        for name in keys:
+            self.capture_report.counts(name).block(blocker)
+        asked = {name: value for name, value in self.capture.asked.items() if name in keys}
+        if asked and known != {blocker}:  # a smaller batch starts anew, and would say it again
+            what = "fit trains" if "capture_network" in asked else "optimizer steps"
+            LOGGER.warning(f"{as_words(asked)} is not in force: {blocker}. The {what} eagerly, with the same result.")
 
     def _close_report(self) -> None:
         """Log the summary and write the report; a fit that did not ask for the capture leaves neither."""
         self.capture_report.stop()
         if self.capture.enabled:
-            LOGGER.info(self.capture_report.summary())
+            for line in self.capture_report.summary():
+                LOGGER.info(line)
         self._write_report()
 
     def _write_report(self) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import ultralytics
 from ultralytics.utils import LOGGER
 
-from detgraph.cfg import check_contradictions, merge_options, split_options
+from detgraph.cfg import as_words, check_contradictions, merge_options, split_options
 from detgraph.patches import route_train
 
 
 class CaptureKeys:
-    """Accepts `capture_network` and `capture_options` where they mean something, and refuses them where they do not.
+    """Accepts our keys and `capture_options` where they mean something, and refuses them where they do not.
 
     A mixin over upstream's `Model` classes. Nothing else changes, and no patch has to be applied.
     """
@@ -23,8 +23,8 @@ class CaptureKeys:
 
         Args:
             trainer: As upstream's. A subclass of `LightningDetectionTrainer` receives the options as well.
-            **kwargs: Upstream's, and `capture_network` (True, False or "verify") and `capture_options`
-                (a `CaptureOptions` or a dict).
+            **kwargs: Upstream's, and `capture_network` (True, False or "verify"), `capture_orthogonalization` (True or
+                False) and `capture_options` (a `CaptureOptions` or a dict).
 
         Raises:
             CaptureOptionError: Before any work, for a value, a name or a combination that is not allowed.
@@ -42,8 +42,8 @@ class CaptureKeys:
         check_contradictions(options, rest)
         if options is not None and options.enabled:
             LOGGER.warning(
-                f"capture_network={options.capture_network} is not in force: the trainings that tune() starts run "
-                "upstream's own command line or workers. Training eagerly."
+                f"{as_words(options.asked)} is not in force: the trainings that tune() starts run upstream's own "
+                "command line or workers. Training eagerly."
             )
         return super().tune(use_ray, iterations, *args, **rest)
 

@@ -39,19 +39,25 @@ def guarded(hook: Callable) -> Callable:
 
 
 class RecordingEnds(pl.Callback):
-    """Drops the recording whenever a Lightning fit ends, in whatever way; none is alive when one starts."""
+    """Drops the recordings whenever a Lightning fit ends, in whatever way; none is alive when one starts."""
 
     def __init__(self, upstream: LightningDetectionTrainer) -> None:
         self.upstream = upstream
 
+    @property
+    def holders(self) -> tuple:
+        return self.upstream.network_step, self.upstream.orthogonalization
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert not self.upstream.network_step.recorded, "a recording outlived its fit"
+        assert not any(holder.recorded for holder in self.holders), "a recording outlived its fit"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.upstream.network_step.drop()
+        for holder in self.holders:
+            holder.drop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.upstream.network_step.drop()
+        for holder in self.holders:
+            holder.drop()
 
 
 class DetectionModule(pl.LightningModule):
@@ -166,7 +172,8 @@ class DetectionModule(pl.LightningModule):
         state.micro_batches += 1
         ni = batch_idx + state.batches * state.epoch
         if ni - state.last_opt_step >= t.accumulate:
-            t.optimizer_step()
+            with t.orthogonalization.step(t.optimizer):
+                t.optimizer_step()
             state.last_opt_step = ni
             if t.args.time:
                 t.stop = (time.time() - t.train_time_start) > t.args.time * 3600
@@ -186,7 +193,7 @@ class DetectionModule(pl.LightningModule):
         columns = [f"{t.epoch + 1}/{t.epochs}", f"{t._get_memory():.3g}G"]
         numbers = [*t.tloss.values(), batch.get("cls", batch["img"]).shape[0], batch["img"].shape[-1]]
         line = "".join(f"{column:>11}" for column in columns) + "".join(f"{float(number):11.4g}" for number in numbers)
-        if t.capture.enabled:
+        if t.capture.network:
             line += f"{t.capture_report.share():>11.0%}"
         self.batches.bar.set_description(line)
         ni = batch_idx + self.state.batches * self.state.epoch

@@ -56,7 +56,7 @@ class RecordingCounts:
         """Return replayed steps as a fraction of all steps so far."""
         return self.replayed / self.steps if self.steps else 0.0
 
-    def summary(self) -> str:
+    def line(self) -> str:
         """Return the counts in one line."""
         text = f"{self.replayed} of {self.steps} steps replayed ({self.share():.1%})"
         if self.eager:
@@ -85,9 +85,13 @@ class RecordingCounts:
 
 @dataclass
 class CaptureReport(RecordingCounts):
-    """What one fit replayed. Its own counts are the network's, and a step of theirs is one micro-batch."""
+    """What one fit replayed. Its own counts are the network's, and a step of theirs is one micro-batch.
+
+    A step of ``orthogonalization`` is one optimizer step.
+    """
 
     options: CaptureOptions
+    orthogonalization: RecordingCounts = field(default_factory=RecordingCounts)
     memory: dict[str, int] = field(default_factory=dict)
     lent: Counter = field(default_factory=Counter)
     device: str = "cpu"
@@ -104,12 +108,17 @@ class CaptureReport(RecordingCounts):
             self.memory["peak_allocated"] = torch.cuda.max_memory_allocated(self.device)
             self.memory["peak_reserved"] = torch.cuda.max_memory_reserved(self.device)
 
-    def summary(self) -> str:
-        """Return the line that closes a fit."""
-        text = f"capture_network: {super().summary()}"
+    def counts(self, key: str) -> RecordingCounts:
+        """Return the counts of what one of our keys asks for."""
+        return {"capture_network": self, "capture_orthogonalization": self.orthogonalization}[key]
+
+    def summary(self) -> list[str]:
+        """Return the lines that close a fit, one for each capture that was asked for."""
+        lines = [f"{key}: {self.counts(key).line()}" for key in self.options.asked]
         if reserved := self.memory.get("peak_reserved"):
-            text += f"; peak {reserved / 2**30:.2f} GiB reserved, {self.memory['peak_allocated'] / 2**30:.2f} allocated"
-        return text
+            allocated = self.memory["peak_allocated"]
+            lines[-1] += f"; peak {reserved / 2**30:.2f} GiB reserved, {allocated / 2**30:.2f} allocated"
+        return lines
 
     def to_dict(self) -> dict:
         """Return the content of ``capture.json`` (schema in docs/report.md)."""
@@ -117,6 +126,7 @@ class CaptureReport(RecordingCounts):
             "schema": SCHEMA,
             "options": self.options.to_dict(),
             **super().to_dict(),
+            "orthogonalization": self.orthogonalization.to_dict(),
             "memory_bytes": self.memory,
             "lent": dict(self.lent),
             "device": self.device,

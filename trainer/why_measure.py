@@ -18,11 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions, check_contradictions
 
-from .eligibility import network_step_for
+from .eligibility import network_step_for, orthogonalization_for
 from .fitting import fit
 from .loop import BatchTooLarge, EpochBatches, LightningDetectionTrainer, LoopState
 from .module import DetectionModule, RecordingEnds, guarded
 from .network import EagerNetworkStep
+from .orthogonalization import EagerOrthogonalization
 from .report import CaptureReport
 from .why_clock import Clock, TimedNetworkStep, Times, device_work, watched
 from .why_report import BACKWARD, DATA, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
@@ -157,55 +158,57 @@ def look(trainer: LightningDetectionTrainer, seconds: float, tell: Callable[[str
     state = trainer.loop_state = trainer._begin()
     state.warmup = 0  # learning rates and accumulation as after the warm-up, which is most of a fit
     trainer.args.time = None
-    steps = [_network_step(trainer, name, keys) for name, keys in ARMS]
-    share = seconds / sum(step is not None for _, _, step in steps)
-    for arm, report, step in steps:
-        if step is None:
+    arms = [_arm(trainer, name, keys) for name, keys in ARMS]
+    share = seconds / sum(holders is not None for _, _, holders in arms)
+    for arm, report, holders in arms:
+        if holders is None:
             continue
         tell(f"measuring {arm.name}, about {share:.0f} s")
         trainer.capture, trainer.capture_report = report.options, report
         try:
-            _measure(trainer, state, arm, step, share)
+            _measure(trainer, state, arm, holders, share)
         except BatchTooLarge:
-            if arm is steps[0][0]:
+            if arm is arms[0][0]:
                 raise
             arm.blocked = "the device ran out of memory"
-    return [arm for arm, _, _ in steps]
+    return [arm for arm, _, _ in arms]
 
 
-def _network_step(
-    trainer: LightningDetectionTrainer, name: str, keys: dict
-) -> tuple[Arm, CaptureReport, EagerNetworkStep | None]:
-    """Return an arm, its report and its network step, which is None where the arm cannot run."""
+Holders = tuple[EagerNetworkStep, EagerOrthogonalization]
+
+
+def _arm(trainer: LightningDetectionTrainer, name: str, keys: dict) -> tuple[Arm, CaptureReport, Holders | None]:
+    """Return an arm, its report, and what its recordings are held by, which is None where the arm cannot run."""
     options = CaptureOptions(**keys)
     arm, report = Arm(name, keys), CaptureReport(options)
     trainer.capture, trainer.capture_report = options, report
     try:
         check_contradictions(options, vars(trainer.args))
-        step, arm.blocked = network_step_for(trainer)
+        (step, blocked), (orthogonalization, also_blocked) = network_step_for(trainer), orthogonalization_for(trainer)
+        arm.blocked = blocked or also_blocked
     except CaptureOptionError as error:
         arm.blocked = str(error).rstrip(".")
-    return arm, report, None if arm.blocked else step
+    return arm, report, None if arm.blocked else (step, orthogonalization)
 
 
-def _measure(
-    trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, step: EagerNetworkStep, seconds: float
-) -> None:
+def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, holders: Holders, seconds: float) -> None:
     """Run one arm as one fit, its sections one after another, and note what came out."""
+    step, orthogonalization = holders
     cuda, report, first = trainer.device.type == "cuda", trainer.capture_report, not arm.capture
     clock = Clock((lambda: torch.cuda.synchronize(trainer.device)) if cuda else lambda: None)
-    trainer.network_step = TimedNetworkStep(step, clock)
+    trainer.network_step, trainer.orthogonalization = TimedNetworkStep(step, clock), orthogonalization
     trainer.optimizer.zero_grad()
     trainer._clear_memory()
     state.last_opt_step = -1
     sections = plan(trainer, state.accumulate, step, seconds, profiled=first)
     report.start(trainer.device)
-    with watched(trainer, clock, orthogonalization=first):
+    with watched(trainer, clock, orthogonalization=first), orthogonalization.in_force():
         module = LookModule(trainer, state, clock, list(sections.values()))
         try:
             fit(module, module.batches, trainer.device, [RecordingEnds(trainer)])
         finally:
-            step.drop()
+            for holder in holders:
+                holder.drop()
     report.stop()
     steps = sections["steps"]
     arm.steps_ms = [round(sum(ms.values()), DIGITS) for ms, _ in steps.steps]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.trainer import network
+from detgraph.trainer import network, orthogonalization
 from detgraph.trainer.cli import COMMANDS, read_command_line
 from detgraph.trainer.report import SCHEMA, CaptureReport
 from helpers import ROOT
@@ -217,7 +217,8 @@ def test_every_record_is_listed():
 
 
 def reason_constants() -> list[str]:
-    return [value for name, value in vars(network).items() if name.isupper() and isinstance(value, str)]
+    values = [pair for module in (network, orthogonalization) for pair in vars(module).items()]
+    return [value for name, value in values if name.isupper() and isinstance(value, str)]
 
 
 def literal_parts(node: ast.AST) -> list[str]:
@@ -235,16 +236,6 @@ def returned_reasons(source: str, functions: str) -> list[str]:
         if isinstance(function, ast.FunctionDef) and re.search(functions, function.name)
         for statement in ast.walk(function)
         if isinstance(statement, ast.Return) and statement.value is not None
-        for text in literal_parts(statement.value)
-    ]
-
-
-def assigned(source: str, variable: str) -> list[str]:
-    """Return the fixed text of what is assigned to a variable."""
-    return [
-        text
-        for statement in ast.walk(ast.parse(source))
-        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == variable
         for text in literal_parts(statement.value)
     ]
 
@@ -275,6 +266,16 @@ def guards() -> list[str]:
     return Signature(model, torch.zeros(1, 3, 64, 64)).guards
 
 
+def orthogonalization_guards() -> list[str]:
+    import torch
+    from ultralytics.optim.muon import muon_update
+
+    from detgraph.trainer.updates import CallSignature, surroundings
+
+    tensors = [torch.zeros(2, 2)]
+    return surroundings(muon_update, "cpu").guards + CallSignature(0, tensors, tensors, lambda grads: ["x"]).guards
+
+
 def test_reasons_are_documented():
     text = read("docs/reasons.md")
     assert len(reason_constants()) >= 3
@@ -283,7 +284,9 @@ def test_reasons_are_documented():
     assert len(found) > 10
     found += returned_reasons(read("trainer/upstream.py"), "drift")
     found += returned_reasons(read("cfg/options.py"), "blocker")
-    found += returned_reasons(read("trainer/proof.py"), "verdict") + assigned(read("trainer/holder.py"), "problem")
+    found += returned_reasons(read("trainer/proof.py"), "verdict") + returned_reasons(
+        read("trainer/holder.py"), "failed"
+    )
     assert not missing(found, text)
 
 
@@ -298,7 +301,10 @@ def test_errors_and_blocks_are_documented():
 def test_guards_are_documented():
     names = guards()
     assert len(names) > 30
-    assert not missing(names, read("docs/reasons.md"))
+    text = read("docs/reasons.md")
+    assert not missing(names, text)
+    _, _, ours = text.partition("What the orthogonalization's signature compares")
+    assert len(orthogonalization_guards()) > 10 and not missing(orthogonalization_guards(), ours)
 
 
 def report_names() -> list[str]:
@@ -418,7 +424,6 @@ def test_gaps_in_tables_are_found():
     for name in [*reason_constants(), "objective CLASS", "tensor address"]:
         assert missing([name], text.replace(name, ""))
     assert missing(["`steps`"], "steps") and not missing(["two words"], "two\nwords")
-    source = "def x_blocker():\n    problem = 'none'\n    return f'because of {a} it is so'\n"
+    source = "def x_blocker():\n    return f'because of {a} it is so'\n"
     assert returned_reasons(source, "blocker") == ["because of", "it is so"]
-    assert assigned(source, "problem") == ["none"]
     assert raised_and_blocked("raise RuntimeError(f'no {a} at all')") == ["at all"]

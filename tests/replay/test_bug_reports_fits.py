@@ -168,7 +168,7 @@ def test_a06_a_contradiction_is_refused_before_any_work(fit, tmp_path):
 
 def test_a06_the_warning_is_what_tells(fit, monkeypatch):
     """Protection off: without it a fit that asked in vain looks like one that did not ask."""
-    monkeypatch.setattr(LightningDetectionTrainer, "_say_not_in_force", lambda self, blocker: None)
+    monkeypatch.setattr(LightningDetectionTrainer, "_say_not_in_force", lambda self, blocker, key=None: None)
     assert fit(recorder=None).warnings == []
 
 

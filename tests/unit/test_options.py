@@ -12,6 +12,7 @@ from detgraph.cfg import (
     COMMAND_LINE_KEYS,
     CaptureOptionError,
     CaptureOptions,
+    as_words,
     check_contradictions,
     describe_options,
     merge_options,
@@ -50,6 +51,17 @@ def test_other_values_are_refused_with_key_value_and_way_out(value):
     assert f"capture_network={value}" in text
     for way_out in ("capture_network=True", "capture_network=False", "capture_network=verify"):
         assert way_out in text
+
+
+def test_the_two_captures_are_asked_for_apart():
+    assert CaptureOptions().asked == {} and not CaptureOptions().enabled
+    both = CaptureOptions(capture_network="verify", capture_orthogonalization="true")
+    assert both.asked == {"capture_network": "verify", "capture_orthogonalization": True}
+    assert as_words(both.asked) == "capture_network=verify capture_orthogonalization=True"
+    alone = CaptureOptions(capture_orthogonalization=True)
+    assert alone.enabled and not alone.network and not alone.verify
+    with pytest.raises(CaptureOptionError, match="capture_orthogonalization=verify is not allowed.*=True or .*=False"):
+        CaptureOptions(capture_orthogonalization="verify")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +129,12 @@ def test_near_misses_are_refused_with_a_suggestion(typo):
         split_options({typo: True}, KNOWN)
 
 
+@pytest.mark.parametrize("typo", ["capture_orthogonalisation", "capture_ortho", "capture-orthogonalization"])
+def test_near_misses_of_the_other_key(typo):
+    with pytest.raises(CaptureOptionError, match=f"'{typo}'.*Did you mean capture_orthogonalization="):
+        split_options({typo: True}, KNOWN)
+
+
 def test_near_miss_of_the_python_key_and_options_at_the_wrong_place():
     with pytest.raises(CaptureOptionError, match="'capture_option'.*Did you mean capture_options="):
         split_options({"capture_option": {}})
@@ -166,6 +184,7 @@ def test_compile_contradicts_the_capture(value, compiled):
 
 def test_compile_stands_beside_a_capture_that_is_off():
     check_contradictions(CaptureOptions(), {"compile": True})
+    check_contradictions(CaptureOptions(capture_orthogonalization=True), {"compile": True})  # a network of its own
     check_contradictions(None, {"compile": True})
     for off in (False, None, ""):
         check_contradictions(CaptureOptions(capture_network=True), {"compile": off})
@@ -173,9 +192,11 @@ def test_compile_stands_beside_a_capture_that_is_off():
 
 @pytest.mark.parametrize("mode", ["val", "predict", "export", "track", "benchmark"])
 @pytest.mark.parametrize("value", [True, False, "verify"])
-def test_only_training_knows_the_key(mode, value):
-    with pytest.raises(CaptureOptionError, match=f"capture_network={value} .*mode '{mode}'.*Leave capture_network out"):
+def test_only_training_knows_the_keys(mode, value):
+    with pytest.raises(CaptureOptionError, match=f"capture_network={value} .*mode '{mode}'.*Leave capture_network "):
         check_contradictions(CaptureOptions(capture_network=value), {}, mode)
+    with pytest.raises(CaptureOptionError, match="^capture_orthogonalization=True has .*capture_orthogonalization out"):
+        check_contradictions(CaptureOptions(capture_orthogonalization=True), {}, mode)
     check_contradictions(None, {}, mode)
 
 
@@ -204,6 +225,11 @@ def test_unknown_precision_and_version():
         min_torch("fp8")
     with pytest.raises(ValueError, match="'git'"):
         precision_blocker("bf16", "git")
+
+
+def test_options_of_a_report_from_before_a_key_are_remembered(tmp_path):
+    (tmp_path / "capture.json").write_text('{"options": {"capture_network": true}}')
+    assert remembered_options(tmp_path) == CaptureOptions(capture_network=True)
 
 
 def test_remembered_options(tmp_path):

@@ -13,11 +13,12 @@ from ultralytics import YOLOE as UpstreamYOLOE
 from ultralytics import YOLOWorld as UpstreamYOLOWorld
 from ultralytics.engine.model import Model
 from ultralytics.models.yolo.detect import DetectionTrainer
+from ultralytics.optim import muon
 from ultralytics.utils import LOGGER, callbacks
 
 from detgraph import patches
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.patches import PatchDriftError, fingerprint, route_train
+from detgraph.patches import PatchDriftError, fingerprint, replay_orthogonalization, route_train
 from detgraph.trainer import YOLO, LightningDetectionTrainer
 
 STOCK_TRAIN = Model.train
@@ -92,8 +93,7 @@ def test_apply_and_revert_restore_the_very_object():
     assert wrapper is not STOCK_TRAIN
     patches.apply()
     assert Model.train is wrapper
-    for patch in patches.series():
-        patch.apply()
+    route_train.patch.apply()
     assert Model.train is wrapper
     patches.revert()
     assert Model.train is STOCK_TRAIN
@@ -107,13 +107,30 @@ def test_status_follows():
     def states():
         return [(s.name, s.applied, s.drift) for s in patches.status()]
 
-    assert states() == [("route_train", False, None)]
+    on_request = ("replay_orthogonalization", False, None)  # seen, and left alone by apply()
+    assert states() == [("route_train", False, None), on_request]
     patches.apply()
-    assert states() == [("route_train", True, None)]
+    assert states() == [("route_train", True, None), on_request]
     Model.train = lambda self: None
-    (line,) = patches.status()
+    line, _ = patches.status()
     assert not line.applied and "signature" in line.drift
     assert line.target == "ultralytics.engine.model:Model.train" and line.what
+
+
+def test_what_is_applied_on_request_is_shown_and_taken_back():
+    patch = replay_orthogonalization.patch
+    stock = muon.muon_update
+    patch.apply()
+    assert patches.status()[1].applied and muon.muon_update is not stock
+    patches.revert()
+    assert muon.muon_update is stock
+
+
+def test_drift_of_a_patch_on_request_keeps_the_others(monkeypatch):
+    monkeypatch.setattr(muon, "muon_update", lambda grad, momentum, beta=0.95, nesterov=True: grad)
+    assert "source has changed" in patches.status()[1].drift
+    patches.apply()
+    assert route_train.patch.applied
 
 
 def test_another_signature_is_refused():
@@ -270,6 +287,8 @@ def test_a_users_trainer_stays(model, warnings_logged):
     assert not warnings_logged
     for trainer in (Mine, DetectionTrainer):
         assert routed(model, trainer, capture_network=True).trainer is trainer
+    assert routed(model, Mine, capture_orthogonalization=True).trainer is Mine
+    assert "capture_orthogonalization=True is not in force: trainer=Mine" in warnings_logged.pop()
     assert len(warnings_logged) == 2 and "capture_network=True is not in force: trainer=Mine" in warnings_logged[0]
 
 
@@ -427,6 +446,8 @@ def test_modes_that_do_not_train_refuse_the_key(mode):
     for kwargs in ({"capture_network": True}, {"capture_network": False}, {"capture_options": ON}):
         with pytest.raises(CaptureOptionError, match=f"capture_network=.* mode '{mode}'"):
             getattr(model, mode)(**kwargs)
+    with pytest.raises(CaptureOptionError, match=f"^capture_orthogonalization=True has no meaning for mode '{mode}'"):
+        getattr(model, mode)(capture_orthogonalization=True)
     with pytest.raises(CaptureOptionError, match="Did you mean"):
         getattr(model, mode)(capture_netwrok=True)
 
