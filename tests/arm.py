@@ -1,8 +1,8 @@
 """One arm of a comparison: a process that runs fits on request, by one loop only, and answers with digests.
 
 `python tests/arm.py stock` cannot import detgraph or lightning and insists on upstream's own trainer class;
-`ours` and `emulated` run `LightningDetectionTrainer`, eagerly or replaying through the emulating recorder; with
-`draws-on-import` as a second word, importing Lightning moves the generators. A request
+`ours` and `emulated` run `LightningDetectionTrainer`, eagerly or replaying through the emulating recorder, network and
+orthogonalization; with `draws-on-import` as a second word, importing Lightning moves the generators. A request
 is a line of JSON on standard input: {"args": upstream's arguments, "perturb": [[name, arguments], ...], "out": file};
 the answer is written to the file. Every arm applies perturbations and observes at the same places.
 """
@@ -167,7 +167,7 @@ def make_trainer(kind: str, args: dict, callbacks: dict):
     if kind == "emulated":
         from emulator import EmulatingRecorder
 
-        args = {"capture_network": True, **args}
+        args = {"capture_network": True, "capture_orthogonalization": True, **args}
     trainer = LightningDetectionTrainer(overrides=dict(args), _callbacks=events)
     trainer.recorder = EmulatingRecorder() if kind == "emulated" else None
     return trainer

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-OURS = ("capture_network",)  # what our log lines start with
+OURS = ("capture_network", "capture_orthogonalization")  # what our log lines start with
 
 
 class Arm:

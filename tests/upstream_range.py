@@ -107,6 +107,7 @@ def fit(kind: str, out: str, data: str) -> None:
         from emulator import EmulatingRecorder
 
         LightningDetectionTrainer.recorder, args["capture_network"] = EmulatingRecorder(), True
+        args["capture_orthogonalization"] = True
     with recording(out):
         LightningDetectionTrainer(overrides=args).train()
 

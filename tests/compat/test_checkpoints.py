@@ -27,7 +27,14 @@ ROOT_OF_TESTS = Path(__file__).resolve().parent.parent
 FILES = ("best.pt", "last.pt", "in_fit.pt", "epoch0.pt")
 MODELS = ("model", "ema")
 BUILTIN = ("builtins", "__builtin__", "copyreg", "_codecs")
-OWN_KEYS = ("capture_network", "capture_options", "record_at_step", "max_recordings", "self_check")
+OWN_KEYS = (
+    "capture_network",
+    "capture_orthogonalization",
+    "capture_options",
+    "record_at_step",
+    "max_recordings",
+    "self_check",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +49,13 @@ def runs(tiny, tmp_path_factory) -> dict[str, Path]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for kind, trainer_class in (("stock", DetectionTrainer), ("ours", Replaying)):
-        args = {**FIT, "data": tiny["some"], "project": str(folder), "name": kind, "save_period": 1}
-        ours = {"capture_network": "verify"} if kind == "ours" else {}
+        args = {**FIT, "data": tiny["some"], "project": str(folder), "name": kind, "save_period": 1, "nbs": 4}
+        ours = {"capture_network": "verify", "capture_orthogonalization": True} if kind == "ours" else {}
         trainer = trainer_class(overrides={**args, **ours})
         trainer.add_callback("on_model_save", keep)
         trainer.train()
         found[kind] = trainer.save_dir
-    assert trainer.capture_report.replayed > 0
+    assert trainer.capture_report.replayed > 0 and trainer.capture_report.orthogonalization.replayed > 0
     torch.set_num_threads(threads)
     return found
 

@@ -112,7 +112,7 @@ def run_fits(requests: list[dict]) -> None:
     for request in requests:
         args, kind = request["args"], request["kind"]
         if kind == "captured":
-            args, kind = {**args, "capture_network": True}, "ours"
+            args, kind = {**args, "capture_network": True, "capture_orthogonalization": True}, "ours"
         with perturbations.active(request.get("perturb", [])) as perturb:
             try:
                 with recording(request.get("out"), tuple(request.get("detail", (0, 100)))):

@@ -1,8 +1,9 @@
 """The oracle that nobody here wrote: upstream's own loop, same seed, must leave the same bytes.
 
-Each case trains three times: upstream's trainer in a process that knows neither us nor Lightning, our loop eagerly,
-and our loop replaying through the emulator. Everything is compared: gradients before clipping at every optimizer
-step, losses of every micro-batch, images as they reach the network, final state by part, callbacks, log, files.
+Each case trains three times: upstream's trainer in a process that knows neither us nor Lightning, our loop eagerly, and
+our loop replaying network and orthogonalization through the emulator. Everything is compared: gradients before clipping
+at every optimizer step, losses of every micro-batch, images as they reach the network, final state by part, callbacks,
+log, files.
 """
 
 from __future__ import annotations
@@ -91,6 +92,15 @@ def test_same_bytes_as_upstream(case: Case, small_data, stock_arm, our_arm, emul
     set_aside = sum(n for reason, n in report["eager"].items() if reason in SET_ASIDE)
     assert report["replayed"] >= 0.9 * (report["steps"] - set_aside)
     assert report["replayed"] > 0
+
+    steps = report["orthogonalization"]
+    assert steps["steps"] == len(stock["gradients"])
+    if args["optimizer"] == "MuSGD":
+        assert steps["blocked"] is None and steps["unverifiable"] == [] and steps["retirements"] == []
+        assert set(steps["eager"]) <= {"step that was recorded", "step without orthogonalization"}
+        assert steps["replayed"] > 0 and steps["recordings"] == steps["eager"]["step that was recorded"]
+    else:
+        assert steps["replayed"] == 0 and "only MuSGD orthogonalizes" in steps["blocked"]
 
 
 def test_importing_lightning_does_not_move_the_generators(small_data, stock_arm) -> None:

@@ -80,6 +80,8 @@ def same(stock: dict, ours: dict, emulated: dict, case: Case) -> None:
     for fit in (ours, emulated):
         assert fit["micro_batches"] == len(stock["images"]) > 0
     assert emulated["report"]["replayed"] > 0
+    musgd = case.args.get("optimizer", BASE["optimizer"]) == "MuSGD"
+    assert (emulated["report"]["orthogonalization"]["replayed"] > 0) == musgd
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -133,18 +135,19 @@ def continued(cut: Path, **args) -> Replaying:
 
 def test_the_options_of_a_fit_are_remembered(small_data, tmp_path) -> None:
     """Asked for once, the capture is in force after a resume; said otherwise, it is not; and that is kept as well."""
-    given = {"capture_network": True, "self_check": False, "max_recordings": 2}
+    given = {"capture_network": True, "capture_orthogonalization": True, "self_check": False, "max_recordings": 2}
     cut = cut_fit(small_data, tmp_path, capture_options=given)
     shutil.copytree(cut, tmp_path / "other")
 
     again = continued(cut)
     assert again.capture.enabled and (again.capture.self_check, again.capture.max_recordings) == (False, 2)
-    assert again.capture_report.replayed > 0
+    assert again.capture_report.replayed > 0 and again.capture_report.orthogonalization.replayed > 0
     assert "capture" not in (cut / "args.yaml").read_text()
     kept = json.loads((cut / "capture.json").read_text())
     assert kept["replayed"] == again.capture_report.replayed and kept["options"] == again.capture.to_dict()
 
-    without = continued(tmp_path / "other", capture_network=False, save_dir=str(tmp_path / "other"))
+    off = {"capture_network": False, "capture_orthogonalization": False}
+    without = continued(tmp_path / "other", **off, save_dir=str(tmp_path / "other"))
     assert not without.capture.enabled and without.capture_report.replayed == 0
     kept = json.loads((tmp_path / "other" / "capture.json").read_text())
     assert kept["options"]["capture_network"] is False and kept["replayed"] == 0
