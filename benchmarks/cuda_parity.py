@@ -1,6 +1,6 @@
 """Bits on CUDA: eager against replay, beside an eager-against-eager control, for every precision and layout.
 
-    python benchmarks/cuda_parity.py DATA.yaml [--steps 12] [--json FILE] [--cases TEXT]
+    python benchmarks/cuda_parity.py DATA.yaml [--steps 12] [--json FILE] [--cases TEXT] [--orthogonalization]
 
 All arms of a case start from one saved state, in one process, over the same batches, and run the training step itself
 (preprocessing, network, objective, backward, optimizer, EMA). Compared are the losses of every step, the gradients
@@ -28,6 +28,7 @@ from detgraph.trainer.eligibility import nominal_shape
 from detgraph.trainer.loop import EpochBatches, LoopState
 from detgraph.trainer.module import DetectionModule
 from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
+from detgraph.trainer.orthogonalization import EagerOrthogonalization, GraphedOrthogonalization
 from detgraph.trainer.recorders import CudaRecorder
 from detgraph.trainer.report import CaptureReport, environment
 
@@ -111,7 +112,10 @@ class Bench:
         torch.manual_seed(0)
 
     def run(self, replay: bool, events: dict | None = None, **options) -> Result:
-        """Run the steps once; ``events`` maps a step to what is done to the trainer before it."""
+        """Run the steps once; ``events`` maps a step to what is done to the trainer before it.
+
+        ``replay`` is for the network; ``capture_orthogonalization=True`` among the options for the optimizer's steps.
+        """
         t, result = self.trainer, Result()
         self.restore()
         if CUDA:
@@ -124,10 +128,26 @@ class Bench:
             t.network_step = GraphedNetworkStep(t.model, recorder(t.device), nominal_shape(t), options, report)
         else:
             t.network_step = EagerNetworkStep(t.model, report, "eager arm")
+        if options.capture_orthogonalization:
+            counts = report.orthogonalization
+            t.orthogonalization = GraphedOrthogonalization(t.model, recorder(t.device), options, counts)
+        else:
+            t.orthogonalization = EagerOrthogonalization(report.orthogonalization, "eager arm")
         batches = len(t.train_loader)
         state = LoopState(0, batches, t._get_warmup_iterations(batches), self.nominal_accumulate, True)
         module = DetectionModule(t, state, EpochBatches(t))
-        times = []
+        with t.orthogonalization.in_force():
+            self._run_steps(module, events, result)
+        if CUDA:
+            result.reserved, result.allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        result.state = d.fit_digests(t)
+        t.network_step.drop()
+        t.orthogonalization.drop()
+        result.report = report.to_dict()
+        return result
+
+    def _run_steps(self, module: DetectionModule, events: dict | None, result: Result) -> None:
+        t, times = self.trainer, []
         for i, batch in enumerate(self.batches):
             batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             if events and i in events:
@@ -145,12 +165,6 @@ class Bench:
             times.append(time.perf_counter() - resumed + paused - started)
             result.losses.append(d.digest(t.loss.detach(), t.loss_items))
         result.step_ms = 1e3 * sorted(times)[len(times) // 2]
-        if CUDA:
-            result.reserved, result.allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-        result.state = d.fit_digests(t)
-        t.network_step.drop()
-        result.report = report.to_dict()
-        return result
 
 
 def synchronize() -> None:
@@ -178,6 +192,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", default="", help="only cases whose name contains this text")
+    parser.add_argument("--orthogonalization", action="store_true", help="replay MuSGD's orthogonalization, too")
     args = parser.parse_args()
     rows, failed = [], 0
     print("| case | control | replay | replayed | eager ms | replay ms | reserved MiB eager / replay | record s |")
@@ -186,10 +201,14 @@ def main() -> int:
         if args.cases not in case.name:
             continue
         bench = Bench(case, args.data, args.steps)
-        eager, control, replay = bench.run(False), bench.run(False), bench.run(True)
+        eager, control = bench.run(False), bench.run(False)
+        replay = bench.run(True, capture_orthogonalization=args.orthogonalization)
         wrong = {"control": eager.differences(control), "replay": eager.differences(replay)}
         if replay.report["replayed"] < 0.9 * (args.steps - 1):
             wrong["replay"].append(f"blocked: {replay.report['blocked']} {replay.report['eager']}")
+        steps = replay.report["orthogonalization"]
+        if args.orthogonalization and steps["replayed"] < 0.9 * (steps["steps"] - 1):
+            wrong["replay"].append(f"orthogonalization: {steps['blocked']} {steps['eager']}")
         failed += bool(wrong["replay"])
         told = {name: "equal" if not parts else "DIFFERS: " + ", ".join(parts) for name, parts in wrong.items()}
         print(

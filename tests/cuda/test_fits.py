@@ -67,6 +67,20 @@ def test_three_loops_leave_the_same_bytes(name: str, data: str, cuda_arms) -> No
     assert report["memory_bytes"]["peak_reserved"] >= report["memory_bytes"]["peak_allocated"] > 0
 
 
+@pytest.mark.parametrize("network", [False, True], ids=["orthogonalization", "both"])
+def test_the_orthogonalization_leaves_the_same_bytes(network: bool, data: str, cuda_arms) -> None:
+    args = {**BASE, "amp": "bf16", "nbs": 4, "data": data}
+    stock = cuda_arms["stock"].start(args)
+    replay = cuda_arms["ours"].fit({**args, "capture_network": network, "capture_orthogonalization": True})
+    stock = cuda_arms["stock"].finish(stock)
+    assert stock["error"] is None and replay["error"] is None, replay["error"]
+    assert not differences(stock, replay)
+    report, steps = replay["report"], replay["report"]["orthogonalization"]
+    assert report["replayed"] == (11 if network else 0)
+    assert steps["blocked"] is None and steps["unverifiable"] == [] and steps["recordings"] == 1
+    assert steps["replayed"] == 14 and steps["eager"] == {"step that was recorded": 1}
+
+
 def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
     """Validation inside the fit, an error at its end: recording and pool are gone, a next fit records again."""
     import torch
@@ -77,15 +91,17 @@ def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
 
     def look(trainer) -> None:
         if trainer.epoch == 1:
-            seen["recording"] = weakref.ref(trainer.network_step.recording)
+            seen["network"] = weakref.ref(trainer.network_step.recording)
+            seen["orthogonalization"] = weakref.ref(trainer.orthogonalization.recording)
             raise ValueError("injected")
 
-    args = {**BASE, "data": data, "amp": "bf16", "nbs": 4, "project": str(tmp_path), "capture_network": True}
+    args = {**BASE, "data": data, "amp": "bf16", "nbs": 4, "project": str(tmp_path)}
+    args |= {"capture_network": True, "capture_orthogonalization": True}
     trainer = LightningDetectionTrainer(overrides=args)
     trainer.add_callback("on_train_epoch_end", look)
     with pytest.raises(ValueError, match="injected"):
         trainer.train()
-    assert seen["recording"]() is None
+    assert seen["network"]() is None and seen["orthogonalization"]() is None
     assert torch.is_autocast_cache_enabled() and gc.isenabled()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     del trainer
@@ -95,4 +111,5 @@ def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
     again = LightningDetectionTrainer(overrides=args)
     again.train()
     assert again.capture_report.recordings == 1 and again.capture_report.replayed == 11
+    assert again.capture_report.orthogonalization.recordings == 1
     assert torch.cuda.max_memory_reserved() > left
