@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0))
 WORKERS = ("-n", str(min(CORES, 8)))  # tests of these stages are independent
 ARMS = ("-n", str(min(CORES // 3, 5))) if CORES >= 6 else ()  # a worker of parity runs three fits side by side
 
@@ -74,7 +74,8 @@ def run(plan: list[Stage]) -> list[Stage]:
         try:
             # What does not need a GPU must come out the same where there is one, so it does not see it.
             more = {"DETGRAPH_REQUIRE_GPU": "1"} if stage.name == "accelerator" else {"CUDA_VISIBLE_DEVICES": ""}
-            environment = {**os.environ, **more}
+            # Workers fill the cores, not the threads of each.
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, **more}
             code = subprocess.run(stage.command, cwd=ROOT, stdin=subprocess.DEVNULL, env=environment).returncode
         except OSError as error:
             print(error, flush=True)

@@ -49,7 +49,7 @@ class CudaMemory(Memory):
 
     def measure(self) -> None:
         ours = (s for s in torch.cuda.memory_snapshot() if s["stream"] == self.stream.cuda_stream)
-        self._expected = sum(s["active_size"] for s in ours if s["segment_type"] == "large")
+        self._expected = sum(s["total_size"] for s in ours if s["segment_type"] == "large")
 
     def take_in_one_piece(self) -> None:
         """Inside a capture: take and free what is expected. No kernel is recorded."""

@@ -143,8 +143,8 @@ class Recording:
     def eager(self, memory: Memory, aliases: dict[nn.Parameter, Tensor]) -> Pass:
         """Run forward and backward once, eagerly, on the static input and incoming gradients. Moves buffers and RNG."""
         outputs = self._run_forward()
-        memory.measure()
         gradients = self._run_backward(outputs, aliases)
+        memory.measure()
         return Pass(tuple(output.detach() for output in outputs), gradients)
 
     def capture(self, memory: Memory, aliases: dict[nn.Parameter, Tensor]) -> None:

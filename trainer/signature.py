@@ -106,23 +106,21 @@ class Guards:
     """Guards with the values that they had when a recording was made."""
 
     def __init__(self, guards: list[Guard]) -> None:
-        self._guards = guards
-        self._baked = [guard.read() for guard in guards]
+        self._checks = [(guard, guard.read, guard.read()) for guard in guards]
 
     @property
     def guards(self) -> list[str]:
         """Return the names of what is compared, in order."""
-        return [guard.name for guard in self._guards]
+        return [guard.name for guard, _, _ in self._checks]
 
     def change(self) -> str | None:
         """Return the first difference from the present, worded by its guard, or None."""
-        for guard, baked in zip(self._guards, self._baked, strict=True):
-            try:
-                now = guard.read()
-            except (KeyError, AttributeError) as error:
-                return f"{guard.name}: {error} is gone"
-            if now != baked:
-                return guard.explain(baked, now)
+        try:
+            for guard, read, baked in self._checks:
+                if (now := read()) != baked:
+                    return guard.explain(baked, now)
+        except (KeyError, AttributeError) as error:
+            return f"{guard.name}: {error} is gone"
         return None
 
 
@@ -221,13 +219,12 @@ class Signature(Guards):
 
         filled = [container for container in containers if container]
         empty = [container for container in containers if not container]
-        held = list(chain.from_iterable(map(dict.values, filled)))
+        end = object()
+        held = [*chain.from_iterable(map(dict.values, filled)), end]
 
         def elements() -> bool:
             """Whether each container holds the objects it held: compared one by one, nothing is built."""
-            if any(empty) or sum(map(len, filled)) != len(held):
-                return False
-            return all(map(is_, chain.from_iterable(map(dict.values, filled)), held))
+            return not any(empty) and all(map(is_, chain(chain.from_iterable(map(dict.values, filled)), (end,)), held))
 
         def element(baked: bool, now: bool) -> str:
             for (container, size), kind in zip(sizes, kinds * len(modules), strict=True):

@@ -34,7 +34,7 @@ def remove_guard(fit: Fit, name: str) -> None:
     for signature in signatures(fit):
         if name in signature.guards:
             i = signature.guards.index(name)
-            del signature._guards[i], signature._baked[i]
+            del signature._checks[i]
 
 
 def change(fit: Fit) -> str | None:

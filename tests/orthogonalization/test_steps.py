@@ -265,7 +265,7 @@ def operations(fit: Fit) -> Counter:
     if fit.holder is not None:
         around = fit.holder.recording.around
         place = around.guards.index("dispatch modes")  # the counter is one
-        del around._guards[place], around._baked[place]
+        del around._checks[place]
         for call in fit.holder.recording.calls:
             call.tape.replay = lambda: None
     counter = Counting()

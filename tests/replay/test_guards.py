@@ -22,7 +22,7 @@ STEP, STEPS = 2, 5
 
 def remove_guard(signature: Signature, name: str) -> None:
     i = signature.guards.index(name)
-    del signature._guards[i], signature._baked[i]
+    del signature._checks[i]
 
 
 @pytest.mark.parametrize("name", NAMES)
