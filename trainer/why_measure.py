@@ -29,7 +29,11 @@ from .why_clock import Clock, TimedNetworkStep, Times, device_work, watched
 from .why_report import BACKWARD, DATA, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
 
 # Name and our keys of each way to run the fit. The first is the fit as it is, and the one that is looked into.
-ARMS: tuple[tuple[str, dict], ...] = (("eager", {}), ("replay", {"capture_network": True}))
+ARMS: tuple[tuple[str, dict], ...] = (
+    ("eager", {}),
+    ("replay", {"capture_network": True}),
+    ("both", {"capture_network": True, "capture_orthogonalization": True}),
+)
 
 WARM_UP_STEPS = 3  # allocations, choice of algorithms, the first update's optimizer state, a recording
 LEAST_STEPS, MOST_STEPS = 3, 400

@@ -67,13 +67,13 @@ def test_as_a_process(data, left):
     look = Look.from_dict(found)
     assert look.words == ["train", *FIT, data, "optimizer=SGD", "project=mine"]
     assert (look.fit["batch"], look.fit["images"], look.fit["accumulate"]) == (2, 5, 2)
-    eager, replay = look.arms
+    eager, replay, both = look.arms
     assert len(eager.steps_ms) >= 3 and len(eager.steps_ms) % 2 == 0 and eager.steps > 5
     names = [phase.name for phase in eager.phases]
     assert {"data wait", "preprocess", "forward", "objective", "backward", "optimizer", "ema", "loop"} == set(names)
     assert names == [name for name in PHASES if name in names]
     assert sum(phase.ms for phase in eager.phases) == pytest.approx(eager.step_ms, rel=0.5)
-    assert not replay.ran and "needs a CUDA device" in replay.blocked
+    assert not replay.ran and "needs a CUDA device" in replay.blocked and not both.ran
     assert found["gpu"] is None and found["verdict"]["bound"] in ("cpu", "data")
     assert found["verdict"]["command"].endswith("capture_network=False")  # asked for, and impossible here
     assert "Ultralytics" not in done.stderr and "Epoch" not in done.stderr  # no banner, no progress
@@ -94,7 +94,8 @@ def test_replay_is_measured_and_everything_given_back(data, left, monkeypatch, c
     assert "  orthogonalization" in out and "launches" in out and "To train: yolo train" in out
     with open("x.json") as file:
         look = Look.from_dict(json.load(file))
-    eager, replay = look.arms
+    eager, replay, both = look.arms
+    assert both.ran and both.note is None and both.replayed >= len(both.steps_ms) / 2
     assert eager.replayed == 0 and replay.ran and replay.blocked is None and replay.note is None
     assert replay.replayed >= len(replay.steps_ms) / 2 and replay.recording_seconds > 0
     work = {phase.name: phase.launches for phase in eager.phases}
