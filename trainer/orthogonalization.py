@@ -180,7 +180,8 @@ class GraphedOrthogonalization(RecordingHolder):
         """Make ``recording``; return what its replay gets wrong, or None.
 
         The two eager passes are the warm-up of the recorder's stream, and tell a function that does not reproduce
-        itself from a wrong replay. What a replay is compared with are the updates that the fit itself was made with.
+        itself from a wrong replay. Their memory, workspaces of libraries among it, is given back before the capture,
+        which has to take its own. What a replay is compared with are the updates that the fit itself was made with.
         """
         started = time.perf_counter()
         self.recorder.settle()
