@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
-WORKERS = ("-n", str(min(CORES, 8)))  # tests of these stages are independent
+# Tests of these stages are independent; those of one file share fits, which a worker makes once.
+WORKERS = ("-n", str(min(CORES, 8)), "--dist", "loadfile")
 ARMS = ("-n", str(min(CORES // 3, 5))) if CORES >= 6 else ()  # a worker of parity runs three fits side by side
 
 

@@ -52,8 +52,16 @@ class RecordingHolder:
         return self.recording is not None
 
     def drop(self) -> None:
-        """Give up the recording, if any, and everything that belongs to it. May be called again."""
-        self._release()
+        """Give up the recording, if any, and everything that belongs to it. May be called again.
+
+        What comes next allocates elsewhere, so the memory goes back to the device and not into the cache.
+        """
+        if self.recording is not None:
+            self._release()
+            try:
+                self.recorder.settle()
+            except RuntimeError:
+                pass  # a device that does not answer has said so already: that error is on its way
 
     def _release(self) -> None:
         """Give the memory of the live recording back, if there is one."""

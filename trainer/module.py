@@ -240,7 +240,8 @@ class DetectionModule(pl.LightningModule):
         """
         t = self.upstream
         if final_epoch and not t.args.time:
-            t.network_step.drop()
+            for holder in (t.network_step, t.orthogonalization):
+                holder.drop()
         elif not (t.validator.args.plots and t.stopper.possible_stop):
             return t.network_step.lend("validation", self._survivors_of_validation)
         return nullcontext()

@@ -358,7 +358,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     def drop(self) -> None:
         self._loan.close()
         self._observed = self._before = None
-        self._release()
+        super().drop()
 
     def _release(self) -> None:
         if self.recording is not None:

@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
@@ -267,7 +268,8 @@ def quiet() -> Iterator[None]:
     streams = [handler.setStream(sys.stderr) for handler in handlers]
     LOGGER.setLevel(logging.WARNING)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # two steps are one cycle
             yield
     finally:
         LOGGER.setLevel(level)

@@ -275,3 +275,25 @@ def test_dropping_twice_and_without_a_recording_is_allowed():
     with contextlib.closing(fit.cleanup):
         fit.run(2)
     assert fit.report.recordings == 2
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["device answers", "device does not answer"])
+def test_dropping_gives_the_memory_back_to_the_device(broken):
+    """What follows a fit's last step allocates elsewhere: what stayed in the cache would be reserved beside it."""
+
+    class Recorder(EmulatingRecorder):
+        settled: list = []
+
+        def settle(self) -> None:
+            self.settled.append(fit.network_step.recorded)
+            if broken and len(self.settled) > before:
+                raise RuntimeError("an earlier error of the device")
+
+    Recorder.settled, before = [], 10
+    fit = Fit(True, recorder=Recorder)
+    fit.run(3)
+    before = len(Recorder.settled)
+    fit.network_step.drop()
+    assert Recorder.settled[before:] == [False]
+    fit.end()
+    assert len(Recorder.settled) == before + 1
