@@ -163,7 +163,7 @@ def environment() -> dict:
     versions = report.environment()
     driver = None
     if versions["gpu"]:
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
     commit = os.environ.get("DETGRAPH_COMMIT") or _output("git", "describe", "--always", "--dirty", "--abbrev=12")
     return {**versions, "torch": torch.__version__, "driver": driver, "cores": os.cpu_count(), "commit": commit}
 
