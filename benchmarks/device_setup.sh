@@ -15,4 +15,7 @@ $install --no-build-isolation -e .
 printf '#!%s\nfrom pytest import main\nraise SystemExit(main())\n' "$work/venv/bin/python3" >"$work/venv/bin/pytest"
 chmod +x "$work/venv/bin/pytest"
 export PATH="$work/venv/bin:$PATH" PYTHONUNBUFFERED=1
-export YOLO_OFFLINE=true YOLO_CONFIG_DIR="$(mktemp -d)" MPLBACKEND=Agg
+export YOLO_OFFLINE=true YOLO_CONFIG_DIR="$work/config" MPLBACKEND=Agg
+# Every fit looks for this font, and asks the network for one that is not there: without an answer, for minutes.
+mkdir -p "$YOLO_CONFIG_DIR/Ultralytics"
+cp "$(python3 -c 'import matplotlib; print(matplotlib.get_data_path())')/fonts/ttf/DejaVuSans.ttf" "$YOLO_CONFIG_DIR/Ultralytics/Arial.ttf"

@@ -17,6 +17,7 @@ os.environ["YOLO_OFFLINE"] = "true"
 os.environ["YOLO_CONFIG_DIR"] = tempfile.mkdtemp(prefix="detgraph-config-")
 os.environ["MPLBACKEND"] = "Agg"
 atexit.register(shutil.rmtree, os.environ["YOLO_CONFIG_DIR"], ignore_errors=True)
+helpers.put_font(Path(os.environ["YOLO_CONFIG_DIR"]))
 
 
 @pytest.hookimpl(tryfirst=True)

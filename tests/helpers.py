@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
@@ -20,6 +22,17 @@ def missing_gpu() -> str:
         return ""
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return f"no CUDA device (torch {torch.__version__}, {built})"
+
+
+def put_font(config: Path) -> None:
+    """Put a font where upstream looks for its own, in the folder of YOLO_CONFIG_DIR; else every fit asks the network.
+
+    Where names are not answered, that takes minutes.
+    """
+    (matplotlib,) = find_spec("matplotlib").submodule_search_locations
+    folder = config / "Ultralytics"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(matplotlib) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", folder / "Arial.ttf")
 
 
 def make_dataset(

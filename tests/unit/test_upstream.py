@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 from ultralytics.engine.trainer import BaseTrainer
-from ultralytics.utils import LOGGER
+from ultralytics.utils import LOGGER, checks, downloads
 
 from detgraph.trainer import LightningDetectionTrainer, upstream
+
+
+def test_no_fit_of_the_tests_asks_the_network_for_a_font(monkeypatch) -> None:
+    def asked(url, check=True):
+        raise AssertionError(f"asked the network for {url}")
+
+    monkeypatch.setattr(downloads, "is_url", asked)
+    assert checks.check_font("Arial.ttf") == Path(os.environ["YOLO_CONFIG_DIR"]) / "Ultralytics" / "Arial.ttf"
 
 
 def test_the_installed_loop_is_known() -> None:
