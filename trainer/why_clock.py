@@ -140,8 +140,8 @@ def device_work(profiled: profile) -> dict[str, tuple[int, float]]:
 def work_by_phase(events: list[dict]) -> dict[str, tuple[int, float]]:
     """Return phase -> (number of launches, milliseconds the device worked) from the events of a trace.
 
-    A launch is a kernel, a copy or a fill on the device. It belongs to the phase in which the host issued it, from
-    whatever thread: a backward pass issues from another one. Kernels of a replayed graph count each.
+    A launch is what the host issues at once: a kernel, a copy, a fill, or a recorded graph of many. It belongs to the
+    phase in which the host issued it, from whatever thread: a backward pass issues from another one.
     """
     labels = sorted(
         (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(LABEL))
@@ -151,14 +151,18 @@ def work_by_phase(events: list[dict]) -> dict[str, tuple[int, float]]:
     begins = [begin for begin, _, _ in labels]
     issued = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCH_EVENTS and "args" in e}
     work: dict[str, tuple[int, float]] = {}
+    graphs: set[int] = set()  # the launches seen: all of a graph's kernels have one
     for e in events:
         if e.get("cat") not in DEVICE_EVENTS:
             continue
-        at = issued.get(e.get("args", {}).get("correlation"), e["ts"])
+        correlation = e.get("args", {}).get("correlation")
+        at = issued.get(correlation, e["ts"])
         place = bisect_right(begins, at) - 1
         if place < 0 or at > labels[-1][1]:
             continue  # before or after the labelled steps
         name = labels[place][2]
         launches, ms = work.get(name, (0, 0.0))
-        work[name] = launches + 1, ms + e["dur"] / 1e3
+        new = correlation is None or correlation not in graphs
+        graphs.add(correlation)
+        work[name] = launches + new, ms + e["dur"] / 1e3
     return work

@@ -6,10 +6,11 @@ Lightning.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
@@ -39,7 +40,7 @@ WARM_UP_STEPS = 3  # allocations, choice of algorithms, the first update's optim
 LEAST_STEPS, MOST_STEPS = 3, 400
 DIGITS = 4  # of a millisecond
 PROFILED_STEPS = 2  # a trace keeps every operator and launch: more steps take long to write and to read
-WARM_UP_SHARE, STEPS_SHARE, PHASES_SHARE = 0.25, 0.4, 0.25  # of an arm's seconds; the rest is for the profile
+WARM_UP_SHARE, STEPS_SHARE, PHASES_SHARE = 0.25, 0.4, 0.25  # of an arm's seconds; the rest is for profiles
 
 
 class EndlessBatches(EpochBatches):
@@ -175,6 +176,14 @@ def look(trainer: LightningDetectionTrainer, seconds: float, tell: Callable[[str
             if arm is arms[0][0]:
                 raise
             arm.blocked = "the device ran out of memory"
+    # A profiler that has run may slow down what comes after it, so every arm is profiled in a fit of its own, at last.
+    for arm, _, _ in arms:
+        if arm.ran and (sections := profile_plan(trainer)):
+            tell(f"profiling {arm.name}")
+            _, _, holders = _arm(trainer, arm.name, arm.capture)
+            with suppress(BatchTooLarge):  # then what the device does is not known
+                _run(trainer, state, holders, sections)
+                arm.phases = with_device_work(arm.phases, sections["profile"], state.accumulate)
     return [arm for arm, _, _ in arms]
 
 
@@ -195,18 +204,18 @@ def _arm(trainer: LightningDetectionTrainer, name: str, keys: dict) -> tuple[Arm
     return arm, report, None if arm.blocked else (step, orthogonalization)
 
 
-def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, holders: Holders, seconds: float) -> None:
-    """Run one arm as one fit, its sections one after another, and note what came out."""
+def _run(trainer: LightningDetectionTrainer, state: LoopState, holders: Holders, sections: dict[str, Section]) -> None:
+    """Run one fit, its sections one after another; recordings are gone afterwards, and peaks of memory taken."""
     step, orthogonalization = holders
-    cuda, report, first = trainer.device.type == "cuda", trainer.capture_report, not arm.capture
+    cuda, report = trainer.device.type == "cuda", trainer.capture_report
     clock = Clock((lambda: torch.cuda.synchronize(trainer.device)) if cuda else lambda: None)
     trainer.network_step, trainer.orthogonalization = TimedNetworkStep(step, clock), orthogonalization
     trainer.optimizer.zero_grad()
     trainer._clear_memory()
     state.last_opt_step = -1
-    sections = plan(trainer, state.accumulate, step, seconds, profiled=first)
     report.start(trainer.device)
-    with watched(trainer, clock, orthogonalization=first), orthogonalization.in_force():
+    patched = report.options.capture_orthogonalization  # the function is ours then, and no wrapper may come before it
+    with watched(trainer, clock, orthogonalization=not patched), orthogonalization.in_force():
         module = LookModule(trainer, state, clock, list(sections.values()))
         try:
             fit(module, module.batches, trainer.device, [RecordingEnds(trainer)])
@@ -214,11 +223,17 @@ def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, hol
             for holder in holders:
                 holder.drop()
     report.stop()
+
+
+def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, holders: Holders, seconds: float) -> None:
+    """Run one arm as one fit and note what came out."""
+    report, sections = trainer.capture_report, plan(trainer, state.accumulate, holders[0], seconds)
+    _run(trainer, state, holders, sections)
     steps = sections["steps"]
     arm.steps_ms = [round(sum(ms.values()), DIGITS) for ms, _ in steps.steps]
     arm.step_ms = steps.median(lambda ms, host_ms: sum(ms.values()))
     arm.wait_ms = steps.median(lambda ms, host_ms: ms.get(DATA, 0.0))
-    arm.phases = phases(steps, sections.get("phases", steps), sections.get("profile"))
+    arm.phases = phases(steps, sections.get("phases", steps))
     arm.memory_bytes = dict(report.memory)
     arm.steps, arm.replayed = report.steps, report.replayed
     arm.recording_seconds = round(sum(report.seconds.values()), DIGITS)
@@ -229,12 +244,12 @@ def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, hol
 
 
 def plan(
-    trainer: LightningDetectionTrainer, accumulate: int, step: EagerNetworkStep, seconds: float, profiled: bool
+    trainer: LightningDetectionTrainer, accumulate: int, step: EagerNetworkStep, seconds: float
 ) -> dict[str, Section]:
     """Return the sections of an arm by name, in order.
 
     On a CPU the host does the work itself, so the steps tell the phases as well. On CUDA the phases are measured in
-    steps of their own, with the device synchronized in between, and the device's work is profiled in a few more.
+    steps of their own, with the device synchronized in between.
     """
     loader = trainer.train_loader
     prefetched = loader.num_workers * (loader.prefetch_factor or 0)  # batches that were ready before they were needed
@@ -250,31 +265,45 @@ def plan(
         return {**sections, "steps": Section((1 - WARM_UP_SHARE) * seconds, **whole)}
     sections["steps"] = Section(STEPS_SHARE * seconds, **whole)
     sections["phases"] = Section(PHASES_SHARE * seconds, **whole, synchronized=True)
-    if profiled:
-        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        sections["profile"] = Section(
-            0, profiler=profile(activities=activities), most=PROFILED_STEPS, least=PROFILED_STEPS
-        )
     return sections
 
 
-def phases(steps: Section, phased: Section, profiled: Section | None) -> list[Phase]:
+def profile_plan(trainer: LightningDetectionTrainer) -> dict[str, Section] | None:
+    """Return the sections that tell what the device does in a step, or None where the host does it."""
+    if trainer.device.type != "cuda":
+        return None
+    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # recordings outlive no teardown
+    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    return {
+        "warm-up": Section(0, least=WARM_UP_STEPS),
+        "profile": Section(0, profiler=profiler, most=PROFILED_STEPS, least=PROFILED_STEPS),
+    }
+
+
+def phases(steps: Section, phased: Section) -> list[Phase]:
     """Return the phases of a step in order; what only some steps do is spread over all.
 
     Waiting for data is taken from ``steps``: where the host waits for the device between phases, the loader catches up.
     """
-    work = device_work(profiled.profiler) if profiled else {}
     found = []
     for name in PHASES:
         source = steps if name == DATA else phased
         ms = source.median(lambda ms, host_ms, name=name: ms.get(name, 0.0))
         host_ms = source.median(lambda ms, host_ms, name=name: host_ms.get(name, 0.0))
-        one = Phase(name, ms, host_ms)
-        if profiled:
-            updates = phased.accumulate if name in UPDATE_PHASES else 1  # the profiled steps update every time
-            one.launches, one.gpu_ms = (
-                round(all_steps / len(profiled.steps) / updates, DIGITS) for all_steps in work.get(name, (0, 0.0))
-            )
-        if one.ms or one.launches:
-            found.append(one)
+        if ms:
+            found.append(Phase(name, ms, host_ms))
+    return found
+
+
+def with_device_work(measured: list[Phase], profiled: Section, accumulate: int) -> list[Phase]:
+    """Return the phases with what the device did in profiled steps; these update the weights every time."""
+    work, by_name = device_work(profiled.profiler), {phase.name: phase for phase in measured}
+    found = []
+    for name in PHASES:
+        launches, gpu_ms = (
+            round(all_steps / len(profiled.steps) / (accumulate if name in UPDATE_PHASES else 1), DIGITS)
+            for all_steps in work.get(name, (0, 0.0))
+        )
+        if name in by_name or launches:
+            found.append(replace(by_name.get(name, Phase(name, 0.0, 0.0)), gpu_ms=gpu_ms, launches=launches))
     return found

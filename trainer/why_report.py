@@ -34,7 +34,8 @@ class Phase:
     """One part of a step, in milliseconds a step, without the parts that are phases of their own.
 
     ``ms`` runs until the device had finished, ``host_ms`` until the host had issued the work (the same on a CPU).
-    ``gpu_ms`` is what the GPU worked, and ``launches`` counts kernels, copies and fills; None where not measured.
+    ``gpu_ms`` is what the GPU worked, and ``launches`` counts kernels, copies, fills and graphs; None if not
+    measured.
     """
 
     name: str
@@ -72,6 +73,18 @@ class Arm:
     def ran(self) -> bool:
         return bool(self.steps_ms)
 
+    @property
+    def busy_ms(self) -> float | None:
+        """Milliseconds a step that the GPU works; None where there is no GPU or no profile."""
+        times = [phase.gpu_ms for phase in self.phases if phase.gpu_ms is not None]
+        return sum(times) if times else None
+
+    @property
+    def launches(self) -> float | None:
+        """Launches a step; None where not counted."""
+        counts = [phase.launches for phase in self.phases if phase.launches is not None]
+        return sum(counts) if counts else None
+
 
 @dataclass
 class Look:
@@ -89,14 +102,12 @@ class Look:
     @property
     def busy_ms(self) -> float | None:
         """Milliseconds a step that the GPU works in the eager fit; None where there is no GPU or no profile."""
-        times = [phase.gpu_ms for phase in self.eager.phases if phase.gpu_ms is not None]
-        return sum(times) if times else None
+        return self.eager.busy_ms
 
     @property
     def launches(self) -> float | None:
         """Launches a step of the eager fit; None where not counted."""
-        counts = [phase.launches for phase in self.eager.phases if phase.launches is not None]
-        return sum(counts) if counts else None
+        return self.eager.launches
 
     def to_dict(self) -> dict:
         """Return everything as plain data, with the verdict (schema in docs/why.md)."""

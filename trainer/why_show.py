@@ -61,13 +61,16 @@ def _phase_table(look: Look) -> str:
 def _arm_table(look: Look) -> str:
     device = any(arm.memory_bytes for arm in look.arms)
     head = f"{'arm':<10}{'ms a step':>10}{'fastest':>9}{'slowest':>9}{'measured':>10}{'replayed':>10}"
-    lines = [head + (f"{'allocated MiB':>15}{'reserved MiB':>14}" if device else "")]
+    lines = [head + (f"{'launches':>10}{'GPU ms':>8}{'allocated MiB':>15}{'reserved MiB':>14}" if device else "")]
     for arm in look.arms:
         if not arm.ran:
             lines.append(f"{arm.name:<10}not measured")
             continue
         line = f"{arm.name:<10}{arm.step_ms:>10.2f}{min(arm.steps_ms):>9.2f}{max(arm.steps_ms):>9.2f}"
         line += f"{len(arm.steps_ms):>10}{f'{arm.replayed / arm.steps:.0%}' if arm.capture else '-':>10}"
+        if device:
+            line += f"{'-' if arm.launches is None else f'{arm.launches:,.0f}':>10}"
+            line += f"{'-' if arm.busy_ms is None else f'{arm.busy_ms:.2f}':>8}"
         for name, width in (("peak_allocated", 15), ("peak_reserved", 14)) if device else ():
             line += f"{arm.memory_bytes[name] / 2**20:>{width},.0f}"
         lines.append(line)

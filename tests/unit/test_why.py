@@ -305,6 +305,18 @@ def test_work_belongs_to_the_phase_that_issued_it():
     assert work_by_phase(events[:2]) == {}
 
 
+def test_a_replayed_graph_is_one_launch():
+    """All kernels of a graph have the correlation of its launch; their times add up."""
+    events = [
+        event("user_annotation", "why:forward", 100.0, 100.0),
+        event("cuda_runtime", "cudaGraphLaunch", 110.0, correlation=7),
+        *(event("kernel", f"conv {i}", 120.0 + i, 1000.0, correlation=7) for i in range(3)),
+        event("cuda_runtime", "cudaLaunchKernel", 150.0, correlation=8),
+        event("kernel", "add", 5000.0, 500.0, correlation=8),
+    ]
+    assert work_by_phase(events) == {"forward": (2, 3.5)}
+
+
 def test_phases_are_in_a_real_trace(monkeypatch):
     """On a CPU, operators stand in for kernels: they are in the same trace."""
     monkeypatch.setattr(why_clock, "DEVICE_EVENTS", ("cpu_op",))
