@@ -71,7 +71,7 @@ def test_three_loops_leave_the_same_bytes(name: str, data: str, cuda_arms) -> No
 def test_the_orthogonalization_leaves_the_same_bytes(network: bool, data: str, cuda_arms) -> None:
     args = {**BASE, "amp": "bf16", "nbs": 4, "data": data}
     stock = cuda_arms["stock"].start(args)
-    replay = cuda_arms["ours"].fit({**args, "capture_network": network, "capture_orthogonalization": True})
+    replay = cuda_arms["replay"].fit({**args, "capture_network": network, "capture_orthogonalization": True})
     stock = cuda_arms["stock"].finish(stock)
     assert stock["error"] is None and replay["error"] is None, replay["error"]
     assert not differences(stock, replay)
