@@ -141,8 +141,7 @@ class Bench:
         if CUDA:
             result.reserved, result.allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         result.state = d.fit_digests(t)
-        t.network_step.drop()
-        t.orthogonalization.drop()
+        t.drop_recordings()
         result.report = report.to_dict()
         return result
 

@@ -150,9 +150,7 @@ class WarmBench(Bench):
     def finish(self) -> None:
         """Drop the recording and what the arm left in the trainer."""
         t = self.trainer
-        for holder in (t.network_step, t.orthogonalization):
-            if holder is not None:
-                holder.drop()
+        t.drop_recordings()
         self.in_force.close()
         t.optimizer.zero_grad()
         t.optimizer.state.clear()
@@ -167,9 +165,7 @@ def _to_host(state: dict) -> dict:
 def clear() -> None:
     gc.collect()
     if CUDA:
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # one per stream, and an arm's streams are its own
-        torch.cuda.empty_cache()
+        recorder(torch.device("cuda")).settle()  # workspaces of cuBLAS, too: an arm's streams are its own
 
 
 def step(module: DetectionModule, batches: Iterator[dict], i: int) -> float:

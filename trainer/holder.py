@@ -6,6 +6,7 @@ how often one may be made anew, what happens when making one fails, and how all 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -69,16 +70,21 @@ class RecordingHolder:
         if recording is not None:
             recording.release()
 
-    def _make(self, recording: Releasable, prove: Callable[[], str | None]) -> bool:
-        """Let ``prove`` make ``recording`` and say what its replay gets wrong; return whether it may be adopted.
+    def _make(
+        self, recording: Releasable, record: Callable[[], set[str]], check: Callable[[set[str]], str | None]
+    ) -> bool:
+        """Make ``recording`` and prove it; return whether it may be adopted.
 
-        Whatever goes wrong, the same work without a recorder is the fit's own eager step: so an error that ``prove``
-        raises makes the rest of the fit eager, too. Only an interrupt, or a device that does not answer any more,
+        ``record`` makes it and returns the names of results that eager passes do not reproduce either; ``check`` takes
+        them and says what the replay gets wrong, or None.
+
+        Whatever goes wrong, the same work without a recorder is the fit's own eager step: so an error that either of
+        them raises makes the rest of the fit eager, too. Only an interrupt, or a device that does not answer any more,
         leaves as an exception. A recording that may not be adopted is released.
         """
         problem: str | None = "interrupted"
         try:
-            problem = prove()
+            problem = self._prove(record, check)
         except Exception as error:
             recording.release()
             problem = self._failed(error)
@@ -90,6 +96,21 @@ class RecordingHolder:
             return False
         self.report.recordings += 1
         return True
+
+    def _prove(self, record: Callable[[], set[str]], check: Callable[[set[str]], str | None]) -> str | None:
+        """Record and, where that is asked for, check; return what the replay gets wrong, or None."""
+        started = time.perf_counter()
+        self.recorder.settle()  # the eager step's memory goes back before the same again is taken on another stream
+        unverifiable = record()
+        recorded = time.perf_counter()
+        self.report.seconds["recording"] += recorded - started
+        if not self.options.self_check:
+            return None
+        wrong = check(unverifiable)
+        if wrong is None:
+            self.report.unverifiable += sorted(unverifiable - set(self.report.unverifiable))
+        self.report.seconds["checking"] += time.perf_counter() - recorded
+        return wrong
 
     def _failed(self, error: Exception) -> str:
         """Give the memory of a failed recording back and return why the rest of the fit is eager.

@@ -62,7 +62,7 @@ class Memory(ABC):
 
     @abstractmethod
     def measure(self) -> None:
-        """Note what the session's eager pass has reserved, at its end: the capture will need about as much."""
+        """Note what the session's eager passes have reserved by now: the capture will need about as much."""
 
     @abstractmethod
     def routed(self) -> AbstractContextManager[None]:

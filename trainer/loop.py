@@ -197,9 +197,7 @@ class LightningDetectionTrainer(DetectionTrainer):
                     batches.finish(early=True)  # after an error, the bar ends before the message and not after it
                 self._shrink_batch(state, out_of_memory)
         finally:
-            for holder in (self.network_step, self.orthogonalization):
-                if holder is not None:
-                    holder.drop()
+            self.drop_recordings()
             self._close_report()
         seconds = time.time() - self.train_time_start
         log_as_upstream(LOG_COMPLETED, self, epoch=state.epoch, seconds=seconds)
@@ -211,6 +209,12 @@ class LightningDetectionTrainer(DetectionTrainer):
         for loader in (self.train_loader, self.test_loader):
             if hasattr(loader, "close"):
                 loader.close()
+
+    def drop_recordings(self) -> None:
+        """Give up what is recorded, if anything. May be called again."""
+        for holder in (self.network_step, self.orthogonalization):
+            if holder is not None:
+                holder.drop()
 
     def batch_too_large(self, error: RuntimeError) -> BatchTooLarge | None:
         """Return the request for a smaller batch that upstream's rule allows for ``error``, or None to re-raise it."""

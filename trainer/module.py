@@ -44,20 +44,15 @@ class RecordingEnds(pl.Callback):
     def __init__(self, upstream: LightningDetectionTrainer) -> None:
         self.upstream = upstream
 
-    @property
-    def holders(self) -> tuple:
-        return self.upstream.network_step, self.upstream.orthogonalization
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert not any(holder.recorded for holder in self.holders), "a recording outlived its fit"
+        holders = self.upstream.network_step, self.upstream.orthogonalization
+        assert not any(holder.recorded for holder in holders), "a recording outlived its fit"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for holder in self.holders:
-            holder.drop()
+        self.upstream.drop_recordings()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        for holder in self.holders:
-            holder.drop()
+        self.upstream.drop_recordings()
 
 
 class DetectionModule(pl.LightningModule):
@@ -240,8 +235,7 @@ class DetectionModule(pl.LightningModule):
         """
         t = self.upstream
         if final_epoch and not t.args.time:
-            for holder in (t.network_step, t.orthogonalization):
-                holder.drop()
+            t.drop_recordings()
         elif not (t.validator.args.plots and t.stopper.possible_stop):
             return t.network_step.lend("validation", self._survivors_of_validation)
         return nullcontext()

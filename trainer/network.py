@@ -22,7 +22,6 @@ from detgraph.models import NetworkView, UnsupportedNetwork
 from . import proof
 from .gradients import ReusedGradients
 from .holder import RecordingHolder
-from .lending import Memory
 from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
 from .signature import Signature, recording_obstacle
@@ -289,8 +288,27 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         after = NetworkState.take(self.network, observed.images.device)
         recording = Recording(self.recorder, observed.view, observed.images, tuple(observed.incoming), observed.mode)
         observed.incoming.clear()
+        expected: proof.Results = {}
+
+        def record() -> set[str]:
+            """Return what two eager passes, which are the warm-up of the recorder's stream, differ in."""
+            with self.recorder.session() as memory, parameter_aliases(self.network) as aliases:
+                expected.update(self._eager_results(recording, observed.before, aliases))
+                control = self._eager_results(recording, observed.before, aliases)
+                memory.measure()
+                self.recorder.settle()
+                observed.before.restore()
+                recording.capture(memory, aliases)
+            return set(proof.differences(expected, control))
+
+        def check(unverifiable: set[str]) -> str | None:
+            observed.before.restore()
+            recording.forward()
+            recording.backward()
+            return proof.verdict(expected, self._replayed_results(recording), unverifiable)
+
         try:
-            adopted = self._make(recording, lambda: self._capture_and_check(recording, observed.before))
+            adopted = self._make(recording, record, check)
         finally:
             after.restore()
         if adopted:
@@ -298,41 +316,13 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
             self.gradients = ReusedGradients(recording.parameters, recording.gradients)
             self._fresh = True
 
-    def _capture_and_check(self, recording: Recording, before: NetworkState) -> str | None:
-        """Make ``recording`` from the state ``before``; return what its replay gets wrong, or None.
-
-        The eager passes that it is compared with run first, on the recorder's stream: they are its warm-up, and their
-        memory is given back before the capture. The second one is the control that tells a network which does not
-        reproduce itself from a wrong replay.
-        """
-        started = time.perf_counter()
-        self.recorder.settle()  # the observed step's memory goes back before the same again is taken on another stream
-        with self.recorder.session() as memory, parameter_aliases(self.network) as aliases:
-            expected = self._eager_results(recording, before, memory, aliases)
-            unverifiable = set(proof.differences(expected, self._eager_results(recording, before, memory, aliases)))
-            self.recorder.settle()
-            before.restore()
-            recording.capture(memory, aliases)
-        recorded = time.perf_counter()
-        self.report.seconds["recording"] += recorded - started
-        if not self.options.self_check:
-            return None
+    def _eager_results(self, recording: Recording, before: NetworkState, aliases: dict) -> proof.Results:
         before.restore()
-        recording.forward()
-        recording.backward()
-        replayed = proof.results(self.network, recording.outputs, recording.gradients)
-        wrong = proof.verdict(expected, replayed, unverifiable)
-        if wrong is None:
-            self.report.unverifiable += sorted(unverifiable - set(self.report.unverifiable))
-        self.report.seconds["checking"] += time.perf_counter() - recorded
-        return wrong
-
-    def _eager_results(
-        self, recording: Recording, before: NetworkState, memory: Memory, aliases: dict
-    ) -> proof.Results:
-        before.restore()
-        result = recording.eager(memory, aliases)
+        result = recording.eager(aliases)
         return proof.results(self.network, result.outputs, result.gradients)
+
+    def _replayed_results(self, recording: Recording) -> proof.Results:
+        return proof.results(self.network, recording.outputs, recording.gradients)
 
     def _verify(self, before: NetworkState) -> None:
         """Compare the replay that has just run with an eager pass of the same input and incoming gradients."""
@@ -340,10 +330,10 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         self._before = None
         recording = self.recording
         after = NetworkState.take(self.network, recording.input.device)
-        replayed = proof.results(self.network, recording.outputs, recording.gradients)
+        replayed = self._replayed_results(recording)
         try:
-            with self.recorder.session() as memory, parameter_aliases(self.network) as aliases:
-                expected = self._eager_results(recording, before, memory, aliases)
+            with self.recorder.session(), parameter_aliases(self.network) as aliases:
+                expected = self._eager_results(recording, before, aliases)
             wrong = proof.verdict(expected, replayed, self.report.unverifiable)
         finally:
             after.restore()

@@ -7,7 +7,6 @@ all that `MuSGD.step` does itself stay upstream's, and so does the optimizer's s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -171,34 +170,27 @@ class GraphedOrthogonalization(RecordingHolder):
 
     def _record(self, recording: OrthogonalizationRecording) -> None:
         """Make the recording, and adopt it if it proves right."""
-        if self._make(recording, lambda: self._capture_and_check(recording)):
+
+        def record() -> set[str]:
+            """Return what two eager passes, which are the warm-up of the recorder's stream, differ in.
+
+            Their memory, workspaces of libraries among it, is given back before the capture, which takes its own.
+            """
+            with torch.no_grad(), self.recorder.session():
+                unverifiable = set(proof.differences(recording.eager(), recording.eager()))
+                self.recorder.settle()
+                recording.capture()
+            return unverifiable
+
+        def check(unverifiable: set[str]) -> str | None:
+            """Compare a replay with the updates that the fit itself was made with."""
+            expected, replayed = recording.expected(), recording.replay()
+            return proof.verdict(expected, replayed, unverifiable) or _other_layout(expected, replayed)
+
+        if self._make(recording, record, check):
             self.recording = recording
         for call in recording.calls:
             call.expected = []
-
-    def _capture_and_check(self, recording: OrthogonalizationRecording) -> str | None:
-        """Make ``recording``; return what its replay gets wrong, or None.
-
-        The two eager passes are the warm-up of the recorder's stream, and tell a function that does not reproduce
-        itself from a wrong replay. Their memory, workspaces of libraries among it, is given back before the capture,
-        which has to take its own. What a replay is compared with are the updates that the fit itself was made with.
-        """
-        started = time.perf_counter()
-        self.recorder.settle()
-        with torch.no_grad(), self.recorder.session():
-            unverifiable = set(proof.differences(recording.eager(), recording.eager()))
-            self.recorder.settle()
-            recording.capture()
-        recorded = time.perf_counter()
-        self.report.seconds["recording"] += recorded - started
-        if not self.options.self_check:
-            return None
-        expected, replayed = recording.expected(), recording.replay()
-        wrong = proof.verdict(expected, replayed, unverifiable) or _other_layout(expected, replayed)
-        if wrong is None:
-            self.report.unverifiable += sorted(unverifiable - set(self.report.unverifiable))
-        self.report.seconds["checking"] += time.perf_counter() - recorded
-        return wrong
 
 
 def _other_layout(expected: proof.Results, replayed: proof.Results) -> str | None:

@@ -140,11 +140,10 @@ class Recording:
         self._recorder = recorder
         self._tapes: list[Tape] = []
 
-    def eager(self, memory: Memory, aliases: dict[nn.Parameter, Tensor]) -> Pass:
+    def eager(self, aliases: dict[nn.Parameter, Tensor]) -> Pass:
         """Run forward and backward once, eagerly, on the static input and incoming gradients. Moves buffers and RNG."""
         outputs = self._run_forward()
         gradients = self._run_backward(outputs, aliases)
-        memory.measure()
         return Pass(tuple(output.detach() for output in outputs), gradients)
 
     def capture(self, memory: Memory, aliases: dict[nn.Parameter, Tensor]) -> None:

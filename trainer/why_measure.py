@@ -220,8 +220,7 @@ def _run(trainer: LightningDetectionTrainer, state: LoopState, holders: Holders,
         try:
             fit(module, module.batches, trainer.device, [RecordingEnds(trainer)])
         finally:
-            for holder in holders:
-                holder.drop()
+            trainer.drop_recordings()
     report.stop()
 
 
