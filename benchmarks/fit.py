@@ -141,7 +141,7 @@ def main() -> None:
             "fit_seconds": round(clock.ended - clock.started, 4),
             "train_seconds": round(total, 4),
             "validation_seconds": round(sum(clock.validations), 4),
-            "validations": len(clock.validations),
+            "validation_ms": [round(1e3 * seconds, 1) for seconds in clock.validations],
             "steps": len(clock.step_ms),
             "step_ms": clock.step_ms,
             "peak_allocated": clock.allocated,

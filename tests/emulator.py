@@ -158,5 +158,5 @@ class EmulatingRecorder:
         self.recorded += 1
         return result, tape
 
-    def settle(self) -> None:
+    def settle(self, recent: bool = False) -> None:
         """Nothing to wait for."""

@@ -60,7 +60,7 @@ class RecordingHolder:
         if self.recording is not None:
             self._release()
             try:
-                self.recorder.settle()
+                self.recorder.settle(recent=True)  # a recording is part of no cycle
             except RuntimeError:
                 pass  # a device that does not answer has said so already: that error is on its way
 

@@ -173,7 +173,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         recording = self.recording
         if self._fresh:  # what the recorded step left in the cache is of no use to steps that replay
             self._fresh = False
-            self.recorder.settle()
+            self.recorder.settle(recent=True)
         if self.options.verify:
             self._before = NetworkState.take(self.network, images.device)
         recording.input.copy_(images)
@@ -296,7 +296,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
                 expected.update(self._eager_results(recording, observed.before, aliases))
                 control = self._eager_results(recording, observed.before, aliases)
                 memory.measure()
-                self.recorder.settle()
+                self.recorder.settle(recent=True)
                 observed.before.restore()
                 recording.capture(memory, aliases)
             return set(proof.differences(expected, control))

@@ -178,7 +178,7 @@ class GraphedOrthogonalization(RecordingHolder):
             """
             with torch.no_grad(), self.recorder.session():
                 unverifiable = set(proof.differences(recording.eager(), recording.eager()))
-                self.recorder.settle()
+                self.recorder.settle(recent=True)
                 recording.capture()
             return unverifiable
 

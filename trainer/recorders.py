@@ -142,9 +142,9 @@ class CudaRecorder:
                 gc.enable()
         return result, CudaTape(graph)
 
-    def settle(self) -> None:
+    def settle(self, recent: bool = False) -> None:
         torch.cuda.synchronize(self.device)
-        gc.collect()
+        gc.collect(1 if recent else 2)
         clear_workspaces()
         torch.cuda.empty_cache()
 

@@ -43,8 +43,12 @@ class Recorder(Protocol):
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Tape]: ...
 
-    def settle(self) -> None:
-        """Wait for the device and give unused memory back, so that the recording need not live beside it."""
+    def settle(self, recent: bool = False) -> None:
+        """Wait for the device and give unused memory back, so that the recording need not live beside it.
+
+        Memory in garbage is unused, too. ``recent``: only look for garbage from since the last look, which takes no
+        time; a look at everything takes some hundred milliseconds of a slow host.
+        """
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def test_an_interrupt_in_the_capture_leaves_as_such():
 
 def test_a_device_that_does_not_answer_is_an_error():
     class Broken(FailingRecorder):
-        def settle(self) -> None:
+        def settle(self, recent: bool = False) -> None:
             if self.recorded:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

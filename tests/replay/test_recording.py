@@ -284,7 +284,7 @@ def test_dropping_gives_the_memory_back_to_the_device(broken):
     class Recorder(EmulatingRecorder):
         settled: list = []
 
-        def settle(self) -> None:
+        def settle(self, recent: bool = False) -> None:
             self.settled.append(fit.network_step.recorded)
             if broken and len(self.settled) > before:
                 raise RuntimeError("an earlier error of the device")
