@@ -2,15 +2,15 @@
 
 Between replays, what a recording keeps for activations lies idle, while eager work beside it (validation, a smaller
 last batch) would reserve as much again. So that work may allocate there, on one condition: nothing of it may stay,
-since the next replay writes to the same addresses. What outlives the work is moved out, and whoever lends asks the
-allocator, not the code that ran, whether something is left.
+since the next replay writes to the same addresses. What is still alive before that replay is moved out, and whoever
+lends asks the allocator, not the code that ran, whether something is left.
 """
 
 from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -18,47 +18,18 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass
-class Loan:
-    """How a loan ended: ``left`` is the number of storages that could not be moved out; the recording is unusable."""
-
-    left: int = 0
-
-
 class Memory(ABC):
     """The memory of one recording. A recorder's session makes it, its tapes work in it."""
 
     @contextmanager
-    def lend(self, survivors: Callable[[], Iterable[Tensor | None]]) -> Iterator[Loan]:
-        """Run the body with its allocations in this memory; no tape may replay before it has ended.
+    def lend(self) -> Iterator[Loan]:
+        """Run the body with its allocations in this memory; the loan has to be settled before a tape replays.
 
-        What the body leaves alive keeps its identity, its aliases and its values, and moves to memory of its own.
-        ``survivors`` returns, after the body, the tensors that are known to stay; others are looked for among all
-        tensors of the process, which takes longer. After an exception nothing is moved: the recording must go.
+        After an exception it cannot be: the recording must go.
         """
-        before = self.in_use()
-        loan = Loan()
+        loan = Loan(self, self.in_use())
         with self.routed():
             yield loan
-        left = self.in_use() - before
-        if left:
-            left = self._move(survivors(), left, before)
-        if left:
-            left = self._move(all_tensors(), left, before)
-        if left:
-            gc.collect()  # in a cycle, they count as alive
-            left = self._move(all_tensors(), left, before)
-        loan.left = len(left)
-
-    def _move(self, tensors: Iterable[Tensor | None], left: set[int], before: set[int]) -> set[int]:
-        """Move those of ``tensors`` whose storage is in ``left`` out of this memory; return what is still in it."""
-        for tensor in tensors:
-            if tensor is None or tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            if self.key(storage) in left:
-                self.move_out(storage)
-        return self.in_use() - before
 
     @abstractmethod
     def measure(self) -> None:
@@ -84,12 +55,54 @@ class Memory(ABC):
         storage.copy_(values)
 
 
+@dataclass
+class Loan:
+    """What eager work has allocated in ``memory``, where ``before`` was in use when it began."""
+
+    memory: Memory
+    before: set[int]
+
+    def settle(self, survivors: Iterable[Tensor | None]) -> int:
+        """Move what is still alive to memory of its own; return how many storages could not be moved.
+
+        What is moved keeps its identity, its aliases and its values. ``survivors`` are the tensors that are known to
+        stay; others are looked for among all tensors of the process, which takes longer.
+        """
+        left = self._left()
+        if left:
+            left = self._move(survivors, left)
+        if left:
+            left = self._move(all_tensors(), left)
+        if left:
+            gc.collect()  # in a cycle, they count as alive
+            left = self._move(all_tensors(), left)
+        return len(left)
+
+    def _left(self) -> set[int]:
+        return self.memory.in_use() - self.before
+
+    def _move(self, tensors: Iterable[Tensor | None], left: set[int]) -> set[int]:
+        """Move those of ``tensors`` whose storage is in ``left``; return what is left after that."""
+        for tensor in tensors:
+            if tensor is None or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if self.memory.key(storage) in left:
+                self.memory.move_out(storage)
+        return self._left()
+
+
 def all_tensors() -> Iterator[Tensor]:
     """Yield every tensor of the process that has a Python object."""
     return (found for found in gc.get_objects() if issubclass(type(found), Tensor))
 
 
 def tensor_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that modules keep as plain attributes, neither parameters nor buffers."""
-    for part in module.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+    """Yield the tensors that modules keep as plain attributes, neither parameters nor buffers.
+
+    An objective that a model keeps is no module: its attributes, and those of its parts, are among them.
+    """
+    objective = vars(module).get("criterion")
+    parts = [objective, *getattr(objective, "__dict__", {}).values()]
+    for part in (*module.modules(), *parts):
+        yield from (value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Tensor))

@@ -241,7 +241,7 @@ class DetectionModule(pl.LightningModule):
         return nullcontext()
 
     def _survivors_of_validation(self) -> Iterator[Tensor]:
-        """Yield what upstream's validation leaves on the device: anchors on the EMA's head, and its summed loss."""
+        """Yield what upstream's validation leaves on the device: anchors and objective of the EMA, its summed loss."""
         yield from tensor_attributes(self.upstream.ema.ema)
         loss = getattr(self.upstream.validator, "loss", None)
         yield from loss.values() if isinstance(loss, dict) else ()

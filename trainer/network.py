@@ -22,6 +22,7 @@ from detgraph.models import NetworkView, UnsupportedNetwork
 from . import proof
 from .gradients import ReusedGradients
 from .holder import RecordingHolder
+from .lending import Loan
 from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
 from .signature import Signature, recording_obstacle
@@ -72,7 +73,8 @@ class EagerNetworkStep:
     def lend(self, what: str, survivors: Callable[[], Iterable[Tensor | None]] = tuple) -> AbstractContextManager[None]:
         """Let eager work between two steps allocate in a live recording's memory; ``what`` it is, for the report.
 
-        ``survivors`` returns tensors that are known to outlive it (see ``Memory.lend``).
+        ``survivors`` returns the tensors that are known to outlive it (see ``Loan.settle``); it is called before the
+        next replay, and what is gone by then need not move.
         """
         return nullcontext()
 
@@ -130,12 +132,14 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         self._awaiting_backward = False
         self.gradients: ReusedGradients | None = None
         self.survivors: Callable[[], Iterable[Tensor | None]] = tuple
-        self._loan = ExitStack()  # open during an eager step that works in the recording's memory
+        self._tail = ExitStack()  # open while a tail works in the recording's memory
+        self._loan: tuple[str, Loan, Callable[[], Iterable[Tensor | None]]] | None = None  # one that is not settled yet
         self._lends = True
         self._fresh = False  # recorded, and not replayed yet
 
     def __call__(self, images: Tensor) -> dict:
-        self._loan.close()
+        self._tail.close()
+        self._settle()
         self._observed = self._before = None
         reason = self._why_eager(images)
         if reason is None:
@@ -223,29 +227,38 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
 
     @contextmanager
     def lend(self, what: str, survivors: Callable[[], Iterable[Tensor | None]] = tuple) -> Iterator[None]:
+        self._settle()
         if self.recording is None or not self._lends:
             yield
             return
         try:
-            with self.recording.memory.lend(survivors) as loan:
+            with self.recording.memory.lend() as loan:
                 yield
         except BaseException:
             self._release()  # whatever was interrupted may still live in the recording's memory
             raise
         self.report.lent[what] += 1
-        if loan.left:
+        self._loan = what, loan, survivors
+
+    def _settle(self) -> None:
+        """Before the recording's memory is used again: move out what the last loan has left there."""
+        if self._loan is None:
+            return
+        (what, loan, survivors), self._loan = self._loan, None
+        left = loan.settle(survivors())
+        if left:
             self._lends = False
-            self._retire(f"{what} left {loan.left} tensors in the recording's memory")
+            self._retire(f"{what} left {left} tensors in the recording's memory")
 
     def _lend_to_step(self, images: Tensor) -> None:
         """Let this eager step have the recording's memory, from here to the end of its backward, if it is a tail.
 
-        A tail is smaller than what was recorded, so it finds its room, and comes once an epoch: moving out what it
-        leaves, the gradients among it, is too slow for every step.
+        A tail is smaller than what was recorded, so it finds its room, and comes once an epoch: a loan is too slow for
+        every step.
         """
         tail = images.shape[1:] == self.shape[1:] and len(images) < self.shape[0]
         if tail and self.recording is not None:
-            self._loan.enter_context(self.lend(TAIL, self._survivors_of_step))
+            self._tail.enter_context(self.lend(TAIL, self._survivors_of_step))
 
     def _survivors_of_step(self) -> list[Tensor | None]:
         return [*(parameter.grad for parameter in self.network.parameters()), *self.survivors()]
@@ -274,7 +287,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         return view.restore(outputs)
 
     def after_backward(self) -> None:
-        self._loan.close()
+        self._tail.close()
         observed, self._observed = self._observed, None
         if observed is not None and any(gradient is not None for gradient in observed.incoming):
             for handle in observed.handles:
@@ -346,11 +359,12 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     # Ends -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        self._loan.close()
+        self._tail.close()
         self._observed = self._before = None
         super().drop()
 
     def _release(self) -> None:
+        self._loan = None
         if self.recording is not None:
             self._serial += 1  # a backward of the last forward has nothing to replay any more
             self.gradients.release(self.network.parameters())

@@ -7,14 +7,14 @@ import gc
 import pytest
 import torch
 
-from detgraph.trainer.lending import Memory, tensor_attributes
+from detgraph.trainer.lending import Loan, Memory, tensor_attributes
 from emulator import EmulatedMemory
-from steps import Fit, make_batch, twin
+from steps import Fit, make_batch, make_model, twin
 
 
 def stay(monkeypatch) -> None:
     """Leave where it is whatever outlives a loan, and do not notice."""
-    monkeypatch.setattr(Memory, "_move", lambda self, tensors, left, before: set())
+    monkeypatch.setattr(Loan, "_move", lambda self, tensors, left: set())
 
 
 def validate(fit: Fit) -> None:
@@ -106,6 +106,31 @@ def test_a_tail_works_in_the_recordings_memory(accumulate, monkeypatch):
     assert pair.report.lent == {"smaller batch": 2} and not pair.reasons
     stay(monkeypatch)
     assert accumulate == 1 or twin(events, steps=10, accumulate=accumulate).differences
+
+
+def test_gradients_that_are_gone_before_the_next_replay_do_not_move(monkeypatch):
+    """One after another they take as long as a step; with an optimizer step in every batch, none lives that long."""
+    moved = []
+    move_out = EmulatedMemory.move_out
+    monkeypatch.setattr(EmulatedMemory, "move_out", lambda self, storage: (moved.append(1), move_out(self, storage)))
+
+    def tail(fit: Fit) -> None:
+        fit.batch = make_batch(fit.number, (1, *fit.shape[1:]))
+
+    twin({2: tail}, steps=6).assert_same(replayed=4)
+    alone, moved[:] = len(moved), []
+    twin({2: tail}, steps=6, accumulate=2).assert_same(replayed=4)
+    assert alone < 10 < 50 < len(moved)
+
+
+def test_the_objective_that_an_average_keeps_is_among_its_attributes():
+    model = make_model("tiny")
+    model.criterion = model.init_criterion()
+    parts = [model.criterion, *vars(model.criterion).values()]
+    values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    kept = [value for value in values if isinstance(value, torch.Tensor)]
+    found = {id(tensor) for tensor in tensor_attributes(model)}
+    assert kept and found >= {id(tensor) for tensor in kept}
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 64, 64), (1, 3, 96, 96)], ids=["larger", "other size"])
