@@ -182,6 +182,13 @@ def replace_layer(fit: Fit) -> None:
     fit.rebuild_optimizer()
 
 
+def share_a_generator(fit: Fit) -> None:
+    """Add noise to every gradient: which one gets which draw is a matter of the hooks' order."""
+    for parameter in fit.model.parameters():
+        handle = parameter.register_hook(lambda gradient: gradient + 1e-3 * torch.randn_like(gradient))
+        fit.cleanup.callback(handle.remove)
+
+
 def set_data(path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Event:
     """Rebind the data of a parameter or buffer: the tensor object stays the same."""
 
@@ -224,8 +231,7 @@ PERTURBATIONS: dict[str, Perturbation] = {
     "cudnn.enabled": Perturbation(attribute(cudnn, "enabled", False), "True -> False", "state"),
     "cudnn.deterministic": Perturbation(attribute(cudnn, "deterministic", True), "False -> True", "state"),
     "cudnn.benchmark": Perturbation(attribute(cudnn, "benchmark", True), "False -> True", "state"),
-    "cudnn.allow_tf32": Perturbation(attribute(cudnn, "allow_tf32", False), "True -> False", "state"),
-    "float32 matmul precision": Perturbation(
+    "fp32 precision": Perturbation(
         flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"), "-> high", "state"
     ),
     "fp16 reduced-precision reduction": Perturbation(attribute(matmul, FP16, False), "fp16 reduced", "state"),
@@ -251,6 +257,10 @@ PERTURBATIONS: dict[str, Perturbation] = {
     "module hooks": Perturbation(
         lambda fit: fit.layer("3").register_forward_hook(lambda module, args, output: output * 1.25),
         "a hook (forward_hooks) was registered on model.3",
+    ),
+    "parameter hooks": Perturbation(share_a_generator, "hooks were registered on several parameters"),
+    "tensor size": Perturbation(
+        set_data("3.bn.running_mean", lambda t: t[:-1]), "size of tensor model.3.bn.running_mean changed", "outcome"
     ),
     "tensor address": Perturbation(set_data("3.conv.weight", torch.clone), "address of tensor model.3.conv.weight"),
     "tensor dtype": Perturbation(

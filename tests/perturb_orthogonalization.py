@@ -100,7 +100,7 @@ PERTURBATIONS: dict[str, Perturbation] = {
     "fill_uninitialized_memory": Perturbation(
         attribute(torch.utils.deterministic, "fill_uninitialized_memory", False), "True -> False", "state"
     ),
-    "float32 matmul precision": Perturbation(
+    "fp32 precision": Perturbation(
         flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"), "-> high", "state"
     ),
     "fp16 reduced-precision reduction": Perturbation(attribute(matmul, FP16, False), "fp16 reduced", "state"),

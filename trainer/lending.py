@@ -86,8 +86,12 @@ class Loan:
         for tensor in tensors:
             if tensor is None or tensor.layout is not torch.strided:
                 continue
-            storage = tensor.untyped_storage()
-            if self.memory.key(storage) in left:
+            try:
+                storage = tensor.untyped_storage()
+                key = self.memory.key(storage)
+            except (RuntimeError, ValueError, NotImplementedError):
+                continue  # a parameter without values yet, a wrapper: nothing of it is here, or the allocator will say
+            if key in left:
                 self.memory.move_out(storage)
         return self._left()
 

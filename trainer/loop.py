@@ -210,6 +210,13 @@ class LightningDetectionTrainer(DetectionTrainer):
             if hasattr(loader, "close"):
                 loader.close()
 
+    def follow_model(self) -> None:
+        """Go on with the model that somebody has put in the place of the fit's: a pruned one, a copy."""
+        if self.network_step.recorded:
+            self.capture_report.retire("trainer.model was replaced")
+        self.network_step.drop()
+        self.network_step, _ = network_step_for(self)
+
     def drop_recordings(self) -> None:
         """Give up what is recorded, if anything. May be called again."""
         for holder in (self.network_step, self.orthogonalization):

@@ -130,6 +130,8 @@ class DetectionModule(pl.LightningModule):
 
     def training_step(self, batch: dict, batch_idx: int) -> Tensor:
         t = self.upstream
+        if t.network_step.model is not t.model:
+            t.follow_model()
         with autocast(torch.bfloat16 if t.args.amp == "bf16" else t.amp, device=t.device.type):
             batch = self.batch = t.preprocess_batch(batch)
             if blocker := split_blocker(t.model):

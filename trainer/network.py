@@ -25,7 +25,7 @@ from .holder import RecordingHolder
 from .lending import Loan
 from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
-from .signature import Signature, recording_obstacle
+from .signature import Signature, has_hooks, recording_obstacle
 from .state import NetworkState
 
 RECORDING = "step that was recorded"
@@ -84,7 +84,11 @@ class EagerNetworkStep:
 
 @dataclass
 class Observed:
-    """One eager step that a recording is to be made from: what went in, and what the objective sent back."""
+    """One eager step that a recording is to be made from: what went in, and what the objective sent back.
+
+    ``alone`` are the parameters, by name, whose gradient will be this step's and nothing else: it was None before, and
+    no hook changes it.
+    """
 
     view: NetworkView
     images: Tensor
@@ -93,6 +97,20 @@ class Observed:
     signature: Signature
     incoming: list[Tensor | None]
     handles: list
+    alone: dict[str, nn.Parameter]
+
+
+def autocast_remains(device: torch.device) -> bool:
+    """Return whether autocast is on now, where the training loop has left its own: a user's region around the fit."""
+    return torch.is_autocast_enabled(device.type)
+
+
+def _left_on_the_host(before: NetworkState, signature: Signature, images: Tensor) -> str | None:
+    """Return what the forward that has just run did besides computing, which a replay would not do again, or None."""
+    if before.generators.host_moved():
+        return "the network draws random numbers on the host"
+    change = signature.change(images)
+    return change and f"the network changes as it runs: {change}"
 
 
 class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
@@ -127,7 +145,8 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         self.shape = shape
         self.signature: Signature | None = None
         self._observed: Observed | None = None
-        self._before: NetworkState | None = None  # only with verify: the state before the present replay
+        self._before: NetworkState | None = None  # only with verify: the state before the present replay,
+        self._replayed: proof.Results = {}  # and what it left
         self._serial = 0
         self._awaiting_backward = False
         self.gradients: ReusedGradients | None = None
@@ -213,6 +232,8 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         with torch.no_grad():
             torch._foreach_copy_(recording.output_gradients, [g for g in incoming if g is not None])
         recording.backward()
+        if self._before is not None:
+            self._replayed = self._replayed_results(recording)  # hooks may change in place what is handed out
         return self.gradients.hand_out()
 
     def _kept_gradient(self) -> str | None:
@@ -271,19 +292,24 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         mode = Autocast.now(images.device.type)
         before = NetworkState.take(self.network, images.device)
         signature = Signature(self.network, images)
+        parameters = self.network.named_parameters()
+        alone = {name: p for name, p in parameters if p.requires_grad and p.grad is None and not has_hooks(p)}
         try:
             outputs = view(images)
         except UnsupportedNetwork as error:
             self._block(str(error))
             before.restore()
             return self.model(images)
+        if obstacle := _left_on_the_host(before, signature, images):
+            self._block(obstacle)
+            return view.restore(outputs)
         incoming: list[Tensor | None] = [None] * len(outputs)
         handles = [
             output.register_hook(lambda gradient, i=i: incoming.__setitem__(i, gradient))
             for i, output in enumerate(outputs)
             if output.requires_grad
         ]
-        self._observed = Observed(view, images.detach(), mode, before, signature, incoming, handles)
+        self._observed = Observed(view, images.detach(), mode, before, signature, incoming, handles, alone)
         return view.restore(outputs)
 
     def after_backward(self) -> None:
@@ -292,7 +318,10 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         if observed is not None and any(gradient is not None for gradient in observed.incoming):
             for handle in observed.handles:
                 handle.remove()
-            self._record(observed)
+            if autocast_remains(observed.images.device):
+                self._block("autocast is on during the backward pass")
+            else:
+                self._record(observed)
         elif self._before is not None and self.recording is not None and not self._awaiting_backward:
             self._verify(self._before)
 
@@ -318,7 +347,10 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
             observed.before.restore()
             recording.forward()
             recording.backward()
-            return proof.verdict(expected, self._replayed_results(recording), unverifiable)
+            wrong = proof.verdict(expected, self._replayed_results(recording), unverifiable)
+            own = {f"gradient of {name}": parameter.grad for name, parameter in observed.alone.items()}
+            own = {name: None if gradient is None else gradient.cpu() for name, gradient in own.items()}
+            return wrong or proof.verdict(expected, own, unverifiable, "the step itself")
 
         try:
             adopted = self._make(recording, record, check)
@@ -343,7 +375,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         self._before = None
         recording = self.recording
         after = NetworkState.take(self.network, recording.input.device)
-        replayed = self._replayed_results(recording)
+        replayed, self._replayed = self._replayed, {}
         try:
             with self.recorder.session(), parameter_aliases(self.network) as aliases:
                 expected = self._eager_results(recording, before, aliases)
@@ -361,6 +393,12 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     def drop(self) -> None:
         self._tail.close()
         self._observed = self._before = None
+        if self._loan is not None:
+            _, loan, survivors = self._loan
+            try:
+                loan.settle(survivors())  # what stayed would keep its part of the memory
+            except RuntimeError:
+                pass  # a device that does not answer has said so already: that error is on its way
         super().drop()
 
     def _release(self) -> None:

@@ -75,7 +75,8 @@ class Step:
 
     def owns(self, momentums: Tensors) -> bool:
         """Whether the call is the optimizer's, and not that of another one that steps in the same place."""
-        return any(state.get("momentum_buffer") is momentums[0] for state in self.optimizer.state.values())
+        states = getattr(self.optimizer, "state", {})
+        return any(state.get("momentum_buffer") is momentums[0] for state in states.values())
 
 
 class GraphedOrthogonalization(RecordingHolder):

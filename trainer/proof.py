@@ -32,12 +32,12 @@ def differences(a: Results, b: Results) -> dict[str, float]:
     }
 
 
-def verdict(expected: Results, replayed: Results, unverifiable: Iterable[str]) -> str | None:
-    """Return the first result that a replay gets wrong, and by how much, or None.
+def verdict(expected: Results, found: Results, unverifiable: Iterable[str], of: str = "the replay") -> str | None:
+    """Return the first result in ``found`` that is not as expected, and by how much, or None.
 
-    Names in ``unverifiable`` do not count: an eager pass does not reproduce them either.
+    Names in ``unverifiable`` do not count: an eager pass does not reproduce them either. ``of`` says whose it is.
     """
-    for name, difference in differences(expected, replayed).items():
+    for name, difference in differences({name: expected[name] for name in found}, found).items():
         if name not in unverifiable:
-            return f"self-check: {name} of the replay is off by {difference:g}"
+            return f"self-check: {name} of {of} is off by {difference:g}"
     return None

@@ -14,8 +14,10 @@ pays for finding out what it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 from operator import attrgetter, is_, itemgetter
 
 import torch
@@ -26,6 +28,7 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple("_global" + name for name in MODULE_HOOKS)
 CONTAINERS = ("_parameters", "_buffers", "_modules")
+LONGEST = 400  # characters of a reason
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module; the rest may be baked in
 
 
@@ -36,6 +39,27 @@ class Guard:
     name: str
     read: Callable[[], object]
     explain: Callable[[object, object], str]
+
+
+def _fp32_precision() -> Callable[[], dict[str, object]]:
+    """Return the reader of all flags that say how precisely FP32 is computed, by name.
+
+    Newer torch keeps them by backend and operation, and then refuses to tell the older ones where they disagree.
+    """
+    flags = {"cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32, "matmul": torch._C._get_float32_matmul_precision}
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    for pair in product(("generic", "cuda", "cudnn"), ("all", "matmul", "conv", "rnn")) if getter else ():
+        with suppress(RuntimeError):  # no such pair in this torch
+            getter(*pair)
+            flags[".".join(pair)] = partial(getter, *pair)
+
+    def value(read: Callable[[], object]) -> object:
+        try:
+            return read()
+        except RuntimeError:
+            return "set by operation"
+
+    return lambda: {name: value(read) for name, read in flags.items()}
 
 
 def _context(device_type: str) -> dict[str, Callable[[], object]]:
@@ -53,8 +77,7 @@ def _context(device_type: str) -> dict[str, Callable[[], object]]:
         "cudnn.enabled": c._get_cudnn_enabled,
         "cudnn.deterministic": c._get_cudnn_deterministic,
         "cudnn.benchmark": c._get_cudnn_benchmark,
-        "cudnn.allow_tf32": c._get_cudnn_allow_tf32,
-        "float32 matmul precision": c._get_float32_matmul_precision,
+        "fp32 precision": _fp32_precision(),
         "fp16 reduced-precision reduction": c._get_cublas_allow_fp16_reduced_precision_reduction,
         "bf16 reduced-precision reduction": c._get_cublas_allow_bf16_reduced_precision_reduction,
         "anomaly mode": torch.is_anomaly_enabled,
@@ -99,7 +122,17 @@ def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
         for name in MODULE_HOOKS:
             if getattr(module, name):
                 return f"{name.strip('_').replace('_', ' ')} on module '{path or type(module).__name__}'"
-    return None
+    hooked = [name for name, parameter in root.named_parameters() if has_hooks(parameter)]
+    return f"hooks on {len(hooked)} parameters: {', '.join(hooked[:3])}" if len(hooked) > 1 else None
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether Python sees the parameter's gradient on its way.
+
+    A replay hands all gradients over at once, so hooks of several parameters run in another order than in an eager
+    backward: what they share, a running norm or a random generator, meets them in that order.
+    """
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Guards:
@@ -114,14 +147,28 @@ class Guards:
         return [guard.name for guard, _, _ in self._checks]
 
     def change(self) -> str | None:
-        """Return the first difference from the present, worded by its guard, or None."""
-        try:
-            for guard, read, baked in self._checks:
-                if (now := read()) != baked:
-                    return guard.explain(baked, now)
-        except (KeyError, AttributeError) as error:
-            return f"{guard.name}: {error} is gone"
+        """Return the first difference from the present, worded by its guard, or None.
+
+        What cannot be read or compared any more has changed: a number that became an array, an attribute that is gone.
+        """
+        for guard, read, baked in self._checks:
+            try:
+                now = read()
+                changed = bool(now != baked)
+            except Exception as error:
+                return f"{guard.name}: {error}" + (" is gone" if isinstance(error, (KeyError, AttributeError)) else "")
+            if changed:
+                return _short(guard, baked, now)
         return None
+
+
+def _short(guard: Guard, baked: object, now: object) -> str:
+    """Word a difference in one line of a length that a log can bear; values may be anything."""
+    try:
+        text = " ".join(guard.explain(baked, now).split())
+    except Exception:  # what says that it differs may not say where
+        return f"{guard.name} changed"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def process_guards(device_type: str, names: Collection[str] | None = None) -> list[Guard]:
@@ -263,6 +310,11 @@ class Signature(Guards):
             i = first_difference(baked, now)
             return f"attribute {lists[i][1]} of {lists[i][2]} changed: {list(baked[i])} -> {list(now[i])}"
 
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+
+        def several_hooked() -> bool:
+            return sum(map(has_hooks, parameters)) > 1
+
         model = self.model
         return [
             Guard("network", lambda: id(model.model), lambda baked, now: "the network (model.model) was replaced"),
@@ -273,6 +325,7 @@ class Signature(Guards):
             Guard("object attributes", lambda: [id(attributes[key]) for attributes, key, _ in others], other),
             Guard("modules, parameters and buffers", elements, element),
             Guard("module hooks", lambda: any(hooks), hook),
+            Guard("parameter hooks", several_hooked, lambda baked, now: "hooks were registered on several parameters"),
         ]
 
     def _tensor_guards(self) -> list[Guard]:
@@ -297,12 +350,18 @@ class Signature(Guards):
             guard("address", names, tensors, Tensor.data_ptr),
             guard("dtype", names, tensors, attrgetter("dtype")),
             guard("requires_grad", names, tensors, attrgetter("requires_grad")),
+            guard("size", names, tensors, Tensor.numel),
             guard("strides", shaped_names, shaped_tensors, Tensor.stride),
         ]
 
 
 def from_to(name: str) -> Callable[[object, object], str]:
-    return lambda baked, now: f"{name}: {baked} -> {now}"
+    def explain(baked: object, now: object) -> str:
+        if isinstance(baked, dict):
+            return f"{name}: " + ", ".join(f"{k} {baked[k]} -> {now[k]}" for k in baked if baked[k] != now[k])
+        return f"{name}: {baked} -> {now}"
+
+    return explain
 
 
 def first_difference(baked: list, now: list) -> int:

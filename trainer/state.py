@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .lending import tensor_attributes
+
 
 @dataclass(frozen=True)
 class Generators:
@@ -26,6 +28,12 @@ class Generators:
         cuda = torch.cuda.get_rng_state(device) if on_cuda else None
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, device)
 
+    def host_moved(self) -> bool:
+        """Return whether something was drawn on the host since: from Python, NumPy, or torch beside a CUDA device."""
+        now = Generators.take()
+        kept = [now.python == self.python, now.numpy[2:] == self.numpy[2:], np.array_equal(now.numpy[1], self.numpy[1])]
+        return not all(kept) or self.cuda is not None and not torch.equal(now.cpu, self.cpu)
+
     def restore(self) -> None:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -36,7 +44,7 @@ class Generators:
 
 @dataclass(frozen=True)
 class NetworkState:
-    """A copy of a module's buffers and of every generator that its forward may draw from."""
+    """A copy of the tensors that a module's forward may write to, buffers first, and of every generator it may use."""
 
     buffers: tuple[Tensor, ...]
     saved: tuple[Tensor, ...]
@@ -44,7 +52,7 @@ class NetworkState:
 
     @classmethod
     def take(cls, module: nn.Module, device: torch.device) -> NetworkState:
-        buffers = tuple(module.buffers())
+        buffers = tuple(filter(_writable, (*module.buffers(), *tensor_attributes(module))))
         return cls(buffers, tuple(buffer.detach().clone() for buffer in buffers), Generators.take(device))
 
     def restore(self) -> None:
@@ -53,6 +61,12 @@ class NetworkState:
             for buffer, saved in zip(self.buffers, self.saved, strict=True):
                 buffer.copy_(saved)
         self.generators.restore()
+
+
+def _writable(tensor: Tensor) -> bool:
+    """Return whether a forward could write to ``tensor`` in place; torch refuses for the two kinds named here."""
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (expanded or tensor.is_inference())
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -28,7 +28,7 @@ BAKED_PROCESS_STATE = (
     "deterministic algorithms",
     "deterministic warn-only",
     "fill_uninitialized_memory",
-    "float32 matmul precision",
+    "fp32 precision",
     "fp16 reduced-precision reduction",
     "bf16 reduced-precision reduction",
     "dispatch modes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from copy import deepcopy
 
 import pytest
 import torch
@@ -124,6 +125,34 @@ def test_a05_a_subclass_with_its_own_loop_is_told(fit):
     assert result.error is None and len(result.observer.losses) == 6
     assert len(result.warnings) == 1 and "OwnLoop" in result.warnings[0]
     assert "OwnLoop" in result.stored()["blocked"]
+
+
+class Exchanges:
+    """Puts a copy of the model in its place after the third step, as pruning does, with an optimizer of its own."""
+
+    def optimizer_step(self):
+        super().optimizer_step()
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 3:
+            self.model = deepcopy(self.model)
+            self.optimizer = self.build_optimizer(self.model, "MuSGD", lr=0.01, decay=5e-4)
+            self._setup_scheduler()
+
+
+class StockThatExchanges(Exchanges, DetectionTrainer):
+    pass
+
+
+class OursThatExchanges(Exchanges, LightningDetectionTrainer):
+    pass
+
+
+def test_a_model_put_in_the_fits_place_is_the_one_that_trains(fit):
+    stock, eager, replaying = fit(StockThatExchanges), fit(OursThatExchanges, capture=False), fit(OursThatExchanges)
+    eager.assert_same(stock)
+    replaying.assert_same(stock)
+    assert replaying.report.recordings == 2 and replaying.report.replayed == 4
+    assert [one["reason"] for one in replaying.report.retirements] == ["trainer.model was replaced"]
 
 
 class BrokenRecorder(EmulatingRecorder):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import protection_off as off
-from detgraph.trainer import digests
+from detgraph.trainer import digests, network
 from emulator import EmulatingRecorder
 from perturb_network import use_a_weight_twice
 from steps import Event, Fit, make_batch, twin
@@ -95,6 +95,7 @@ def gradients_of_the_recording_are_not_live_after_the_end() -> list[str]:
 # What is taken away, and the check that notices -------------------------------------------------------------------
 
 BF16 = {"amp": torch.bfloat16}
+UNCHECKED = {"options": {"self_check": False}}  # which would notice, too
 
 
 def autocast_around_the_first_step(fit: Fit) -> None:
@@ -105,6 +106,13 @@ def autocast_no_more(fit: Fit) -> None:
     fit.around = Fit(False).around
 
 
+def same_bytes_in_a_region() -> list[str]:
+    """Recorded in a region that the backward pass runs in as well, which is refused as a whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "autocast_remains", lambda device: False)
+        return same_bytes(AROUND, **BF16, **UNCHECKED)()
+
+
 AROUND = {0: autocast_around_the_first_step, 1: autocast_no_more}
 PROTECTIONS = {
     "gradients move out of the way": (off.no_gradient_moves, same_bytes(accumulate=2)),
@@ -113,9 +121,9 @@ PROTECTIONS = {
     "shape check": (off.no_shape_check, tail_keeps_the_recording),
     "serial check": (off.no_backward_checks, old_forward_refused),
     "aliases hide hooks": (off.no_aliases, same_bytes({0: hooks})),
-    "weight cache as in the fit": (off.no_weight_cache, same_bytes(prepare=use_a_weight_twice, **BF16)),
-    "weight cache of its own": (off.foreign_weight_cache, same_bytes(AROUND, **BF16)),
-    "autocast as in the fit": (off.no_autocast, same_bytes(**BF16, options={"self_check": False})),
+    "weight cache as in the fit": (off.no_weight_cache, same_bytes(prepare=use_a_weight_twice, **BF16, **UNCHECKED)),
+    "weight cache of its own": (off.foreign_weight_cache, same_bytes_in_a_region),
+    "autocast as in the fit": (off.no_autocast, same_bytes(**BF16, **UNCHECKED)),
     "drop at the end": (off.no_drop, nothing_outlives_the_fit),
     "live gradients leave at the end": (
         off.no_copies_at_release,
