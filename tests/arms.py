@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from helpers import import_path
+
 HERE = Path(__file__).resolve().parent
 OURS = ("capture_network", "capture_orthogonalization")  # what our log lines start with
 
@@ -32,8 +34,7 @@ class Arm:
     def start(self, args: dict, perturb: list = (), **more) -> Path:
         """Ask for a fit; returns the file that the answer will be in."""
         if self.process is None or self.process.poll() is not None:
-            path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-            environment = {**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", **self.hidden}
+            environment = {**os.environ, "PYTHONPATH": import_path(HERE), "TQDM_DISABLE": "1", **self.hidden}
             self.log = open(self.folder / "log.txt", "w")  # noqa: SIM115 open as long as the process
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "arm.py"), self.kind, *self.words],
@@ -66,6 +67,12 @@ class Arm:
             self.process.stdin.close()
             self.process.terminate()
             self.process.wait(timeout=30)
+
+
+def fits(requests: list[tuple[Arm, dict]], perturb: list = ()) -> list[dict]:
+    """Run fits side by side, one an arm, and return what they say in the order of the requests."""
+    started = [(arm, arm.start(args, perturb)) for arm, args in requests]
+    return [arm.finish(out) for arm, out in started]
 
 
 def differences(a: dict, b: dict) -> list[str]:

@@ -1,9 +1,13 @@
-"""What every test may count on: no network, no user settings, no display, and a readable answer about the GPU."""
+"""What every test may count on: no network, no user settings, no display, two cores, and answers that can be read.
+
+Those are whether a GPU was there that was promised, and by which rule goldens were judged.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import runpy
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +20,8 @@ import helpers
 os.environ["YOLO_OFFLINE"] = "true"
 os.environ["YOLO_CONFIG_DIR"] = tempfile.mkdtemp(prefix="detgraph-config-")
 os.environ["MPLBACKEND"] = "Agg"
+os.environ["PYTHONPATH"] = helpers.import_path()
+runpy.run_path(str(helpers.STARTUP))  # this process has started already
 atexit.register(shutil.rmtree, os.environ["YOLO_CONFIG_DIR"], ignore_errors=True)
 helpers.put_font(Path(os.environ["YOLO_CONFIG_DIR"]))
 
@@ -44,9 +50,22 @@ def make_dataset():
     return helpers.make_dataset
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say by which rule which goldens were judged; the tests noted it in their reports, which workers hand over."""
+    judged: dict[str, list[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                for rule, name in (value for key, value in report.user_properties if key == helpers.JUDGED):
+                    judged.setdefault(rule, []).append(name)
+    for rule, names in judged.items():
+        terminalreporter.write_line(f"goldens judged by: {rule} ({', '.join(names)})")
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Where a GPU was promised, say collected = passed, and fail when some test did anything else."""
-    if os.environ.get("DETGRAPH_REQUIRE_GPU") != "1":
+    worker = hasattr(session.config, "workerinput")  # of xdist: it knows only of its own tests, and has no terminal
+    if worker or os.environ.get("DETGRAPH_REQUIRE_GPU") != "1":
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     passed = len(reporter.stats.get("passed", []))

@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
 # Tests of these stages are independent; those of one file share fits, which a worker makes once.
 WORKERS = ("-n", str(min(CORES, 8)), "--dist", "loadfile")
-ARMS = ("-n", str(min(CORES // 3, 5))) if CORES >= 6 else ()  # a worker of parity runs three fits side by side
+# A worker of parity runs three fits side by side and waits for the slowest, so that it keeps two cores busy, and one
+# core busier beside another worker.
+ARMS = ("-n", str(min(max(CORES // 2, 2), 8)))
+# A GPU has time for both files: each mostly waits for a process to start or for its one core.
+BESIDE = ("-n", "2", "--dist", "loadfile")
 
 
 class Stage(NamedTuple):
@@ -59,7 +63,7 @@ def stages(venv: Path | None, accelerator: bool = False) -> list[Stage]:
         test("wheel", "tests/wheel"),
     ]
     if accelerator:
-        plan.append(test("accelerator", "tests/cuda", "tests/goldens", marked="gpu"))
+        plan.append(test("accelerator", "tests/cuda", "tests/goldens", *BESIDE, marked="gpu"))
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Collection
 from importlib.util import find_spec
@@ -12,6 +13,13 @@ import numpy as np
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+STARTUP = ROOT / "tests" / "startup" / "sitecustomize.py"
+JUDGED = "golden judged by"  # property of a test's report: a rule, and the golden that it was applied to
+
+
+def import_path(*folders: Path) -> str:
+    """Return the PYTHONPATH of a child process: `folders`, and what every process of the tests runs when it starts."""
+    return os.pathsep.join(filter(None, [*map(str, folders), str(STARTUP.parent), os.environ.get("PYTHONPATH")]))
 
 
 def missing_gpu() -> str:

@@ -59,7 +59,8 @@ def make_environment(folder: Path, release: str) -> Path:
 def run(python: Path, *words: str, cwd: Path) -> tuple[int, str]:
     """Run ``python words`` and return its status and output."""
     environment = {**os.environ, "YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(cwd / "config"), "MPLBACKEND": "Agg"}
-    environment |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = f"{TESTS}{os.pathsep}{TESTS / 'startup'}"
+    environment |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
             [str(python), *words], cwd=cwd, env=environment, text=True, timeout=LIMIT,

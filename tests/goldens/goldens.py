@@ -83,8 +83,9 @@ def ulp(perturb, step: int, parameter: str, element: int) -> None:
 
 def fits(requests: list[dict], folder: Path) -> None:
     """Run fits one after the other in a child process; a request names kind, args, perturb, detail and out."""
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    from helpers import import_path
+
+    environment = {**os.environ, "PYTHONPATH": import_path(TESTS), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     (folder / "requests.json").write_text(json.dumps(requests))
     done = subprocess.run(
         [sys.executable, str(HERE / "goldens.py"), "--fits", str(folder / "requests.json")],

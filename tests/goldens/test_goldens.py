@@ -14,6 +14,7 @@ import pytest
 
 from detgraph.trainer import golden_file
 from detgraph.trainer.golden_compare import SAME, compare
+from helpers import JUDGED
 
 from . import goldens
 
@@ -33,11 +34,12 @@ def cuda_fits(tmp_path_factory):
     return goldens.record_cases(recorded, tmp_path_factory.mktemp("goldens"))
 
 
-def check(case, fits: dict, rules: dict) -> None:
+def check(case, fits: dict, note) -> None:
+    """Judge both modes of a case, and note for the closing lines (conftest.py) which rule applied."""
     stored = golden_file.read(case.path)
     for mode in goldens.MODES:
         rule, wrong = goldens.judge(stored, fits[case.name, mode])
-        rules.setdefault(rule, []).append(f"{case.name} {mode}")
+        note(JUDGED, (rule, f"{case.name} {mode}"))
         assert not wrong, f"{case.name} {mode}, judged by {rule}:\n{wrong}"
     eager, replay = (fits[case.name, mode] for mode in goldens.MODES)
     within = compare(eager, replay)
@@ -46,16 +48,16 @@ def check(case, fits: dict, rules: dict) -> None:
 
 
 @pytest.mark.parametrize("case", CPU, ids=lambda case: case.name)
-def test_golden(case, cpu_fits, rules) -> None:
-    check(case, cpu_fits, rules)
+def test_golden(case, cpu_fits, record_property) -> None:
+    check(case, cpu_fits, record_property)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CUDA, ids=lambda case: case.name)
-def test_cuda_golden(case, request, rules) -> None:
+def test_cuda_golden(case, request, record_property) -> None:
     if not case.path.exists():
         pytest.skip(f"no {case.path.name} yet: record it on an H200 (make goldens DEVICE=0)")
-    check(case, request.getfixturevalue("cuda_fits"), rules)
+    check(case, request.getfixturevalue("cuda_fits"), record_property)
 
 
 def test_files_and_cases_agree() -> None:

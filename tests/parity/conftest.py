@@ -39,7 +39,7 @@ BASE = {
     "model": "yolo26n.yaml",
     "imgsz": 64,
     "batch": 2,
-    "epochs": 3,
+    "epochs": 2,
     "optimizer": "MuSGD",
     "seed": 0,
     "deterministic": True,

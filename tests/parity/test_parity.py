@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from arms import Arm, differences
+from arms import Arm, differences, fits
 
 from .conftest import BASE
 
@@ -30,37 +30,37 @@ class Case:
 
 IN_BATCH = {"event": "on_train_batch_end", "number": 6}
 CASES = [
-    Case("musgd"),
+    Case("musgd", {"epochs": 3}),
     Case("sgd", {"optimizer": "SGD"}),
     Case("adamw", {"optimizer": "AdamW", "lr0": 0.001}),
     Case("auto", {"optimizer": "auto"}),
     Case("accumulate", {"nbs": 8, "epochs": 4}),
-    Case("accumulate_warmup", {"nbs": 8, "epochs": 4, "warmup_epochs": 2.0}),
-    Case("partial_batch", {"batch": 4, "epochs": 5}, data="seven"),
-    Case("tail_of_one", {"batch": 4, "nbs": 16, "epochs": 5}, data="nine"),
-    Case("close_mosaic", {"close_mosaic": 1, "epochs": 4}),
+    Case("accumulate_warmup", {"nbs": 8, "epochs": 3, "warmup_epochs": 2.0}),
+    Case("partial_batch", {"batch": 4, "epochs": 4}, data="seven"),
+    Case("tail_of_one", {"batch": 4, "nbs": 16, "epochs": 4}, data="nine"),
+    Case("close_mosaic", {"close_mosaic": 1}),
     Case("freeze", {"freeze": 10}),
     Case("freeze_list", {"freeze": [0, 3]}),
-    Case("multi_scale", {"multi_scale": 0.5, "imgsz": 96}),
-    Case("cos_lr", {"cos_lr": True, "warmup_epochs": 1.0}),
+    Case("multi_scale", {"multi_scale": 0.5, "imgsz": 96, "epochs": 3}),
+    Case("cos_lr", {"cos_lr": True, "warmup_epochs": 1.0, "epochs": 3}),  # halfway, cosine and line meet
     Case("cls_pw", {"cls_pw": 0.5}),
     Case("single_cls", {"single_cls": True}),
     Case("rect", {"rect": True}),
     Case("background", data="background"),
     Case("save_period", {"save_period": 1}),
-    Case("time", {"time": 0.01}, [["clock", {"seconds": 3.0}]]),
+    Case("time", {"time": 0.0055, "epochs": 6}, [["clock", {"seconds": 3.0}]]),  # seven batches
     Case("early_stop", {"patience": 1, "epochs": 6}, [["no_improvement", {}]]),
-    Case("external_stop", {"epochs": 4}, [["stop_at", {"batch": 9}]]),
-    Case("two_workers", {"close_mosaic": 1, "epochs": 4}, [["workers", {"count": 2}]]),
+    Case("external_stop", {"epochs": 3}, [["stop_at", {"batch": 7}]]),
+    Case("two_workers", {"close_mosaic": 1, "epochs": 3}, [["workers", {"count": 2}]]),
     Case("scaler", {}, [["scaler", {"scale": 1024.0}]]),
-    Case("scaler_overflow", {"epochs": 4}, [["scaler", {"scale": 2.0**124}]]),
-    Case("scaler_fused", {"optimizer": "AdamW", "epochs": 4}, [["fused_adamw", {}], ["scaler", {"scale": 2.0**124}]]),
-    Case("nan_loss", {"epochs": 4}, [["nan_loss", {"epochs": [1, 2]}]]),
+    Case("scaler_overflow", {"epochs": 3}, [["scaler", {"scale": 2.0**124}]]),
+    Case("scaler_fused", {"optimizer": "AdamW", "epochs": 3}, [["fused_adamw", {}], ["scaler", {"scale": 2.0**124}]]),
+    Case("nan_loss", {"epochs": 3}, [["nan_loss", {"epochs": [1, 2]}]]),
     Case("nan_first_epoch", {}, [["nan_loss", {"epochs": [0]}]]),
-    Case("nan_persists", {"epochs": 4}, [["nan_loss", {"epochs": [1, 1, 1, 1]}]], fails=True),
-    Case("nan_weight", {"epochs": 4}, [["nan_weight", {"epoch": 1}]]),
-    Case("out_of_memory", {"batch": 4, "epochs": 4}, [["out_of_memory", {"call": 1}]]),
-    Case("out_of_memory_late", {"batch": 4, "epochs": 4}, [["out_of_memory", {"call": 2}]]),
+    Case("nan_persists", {"epochs": 3}, [["nan_loss", {"epochs": [1, 1, 1, 1]}]], fails=True),
+    Case("nan_weight", {"epochs": 3}, [["nan_weight", {"epoch": 1}]]),
+    Case("out_of_memory", {"batch": 4}, [["out_of_memory", {"call": 1}]]),
+    Case("out_of_memory_late", {"batch": 4}, [["out_of_memory", {"call": 2}]]),
     Case("out_of_memory_second_epoch", {"batch": 4}, [["out_of_memory", {"call": 4}]], fails=True),
     Case("interrupt", {}, [["raise_at", {**IN_BATCH, "error": "KeyboardInterrupt"}]], fails=True),
     Case("stop_iteration", {}, [["raise_at", {**IN_BATCH, "error": "StopIteration"}]], fails=True),
@@ -74,8 +74,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_same_bytes_as_upstream(case: Case, small_data, stock_arm, our_arm, emulated_arm) -> None:
     args = {**BASE, "data": small_data[case.data], **case.args}
-    arms = (stock_arm, our_arm, emulated_arm)
-    stock, ours, emulated = [arm.finish(out) for arm, out in [(arm, arm.start(args, case.perturb)) for arm in arms]]
+    stock, ours, emulated = fits([(arm, args) for arm in (stock_arm, our_arm, emulated_arm)], case.perturb)
 
     assert (stock["error"] is not None) == case.fails, stock["error"]
     assert stock["type"].startswith("ultralytics.") and ours["type"].startswith("detgraph.")
@@ -107,7 +106,7 @@ def test_importing_lightning_does_not_move_the_generators(small_data, stock_arm)
     """The first fit of a process imports Lightning after upstream has seeded it."""
     arm = Arm("ours", "draws-on-import")
     args = {**BASE, "data": small_data["eight"], "epochs": 1, "name": "draws"}  # the arms count their fits apart
-    assert not differences(stock_arm.fit(args), arm.fit(args))
+    assert not differences(*fits([(stock_arm, args), (arm, args)]))
     arm.close()
 
 

@@ -1,4 +1,4 @@
-"""The gate: stages in order, red ends it, and the table tells. And what conftest promises about GPU tests."""
+"""The gate: stages in order, red ends it, and the table tells. And what conftest.py promises to every session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gate
-from helpers import ROOT
+from helpers import JUDGED, ROOT, STARTUP
 
 
 def stage(name, code):
@@ -69,27 +69,58 @@ def test_make_help_lists_every_target():
     assert listed == set(phony.removeprefix(".PHONY:").split())
 
 
-@pytest.mark.parametrize("required, said", [("0", "1 skipped"), ("1", "1 error")])
-def test_gpu_tests_skip_or_fail_with_a_reason(tmp_path, required, said):
-    test = tmp_path / "test_it.py"
-    test.write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    pass\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        ROOT / "pyproject.toml",
-        "--rootdir",
-        tmp_path,
-        "-p",
-        "conftest",
-        test,
-    ]
-    env = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "DETGRAPH_REQUIRE_GPU": required,
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
-    out = subprocess.run([*command, test], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
-    assert said in out.splitlines()[-1] and "no CUDA device (torch" in out, out
+# What conftest.py promises: in one process, and on the workers of the accelerator stage -------------------------------
+
+HOW = pytest.mark.parametrize("how", [(), gate.BESIDE], ids=["one process", "workers"])
+PASSES = "def test_it(record_property):\n    record_property({!r}, ({!r}, {!r}))"
+SKIPS = "def test_it():\n    pytest.skip('not today')"
+GPU = "@pytest.mark.gpu\ndef test_it():\n    pass"
+
+
+def session(folder: Path, *how: str, required: str = "1", **files: str) -> tuple[int, list[str]]:
+    """Run `files`, each of one test, under our conftest.py in a session of its own; return exit status and output."""
+    for name, body in files.items():
+        (folder / f"test_{name}.py").write_text(f"import pytest\n\n{body}\n")
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DETGRAPH_REQUIRE_GPU": required, "PYTHONPATH": path}
+    done = subprocess.run([*command, *how, folder], cwd=folder, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_gpu_tests_skip_with_a_reason(tmp_path):
+    code, out = session(tmp_path, required="0", gpu=GPU)
+    assert code == 0 and "1 skipped" in out[-1] and any("no CUDA device (torch" in line for line in out), out
+    assert not any(line.startswith("accelerator:") for line in out)
+
+
+@HOW
+def test_gpu_tests_fail_with_a_reason_where_a_gpu_was_promised(tmp_path, how):
+    code, out = session(tmp_path, *how, gpu=GPU)
+    assert code == 1 and "1 error" in out[-1] and any("but no CUDA device (torch" in line for line in out), out
+    assert out.count("accelerator: 1 collected, 0 passed") == 1
+
+
+@pytest.mark.parametrize("tests, status", [({"skips": SKIPS}, 1), ({}, 5)], ids=["one skips", "none"])
+@HOW
+def test_a_session_that_did_less_than_was_promised_is_red(tmp_path, how, tests, status):
+    tests = tests and {"passes": PASSES.format("", "", ""), **tests}
+    code, out = session(tmp_path, *how, **tests)
+    said = f"accelerator: {len(tests)} collected, {int('passes' in tests)} passed"
+    assert (code, out.count(said)) == (status, 1), out
+
+
+@HOW
+def test_all_pass_and_the_rules_that_judged_goldens_are_told_once(tmp_path, how):
+    rules = {"one": "exact", "two": "exact", "three": "loose"}
+    code, out = session(tmp_path, *how, **{name: PASSES.format(JUDGED, rule, name) for name, rule in rules.items()})
+    assert (code, out.count("accelerator: 3 collected, 3 passed")) == (0, 1), out
+    exact, loose = sorted(line for line in out if line.startswith("goldens judged by: "))
+    assert loose == "goldens judged by: loose (three)"
+    assert exact in ("goldens judged by: exact (one, two)", "goldens judged by: exact (two, one)")
+
+
+def test_every_process_of_the_tests_has_two_cores():
+    code = "import os, sitecustomize; print(os.cpu_count(), sitecustomize.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split(maxsplit=1) == ["2", f"{STARTUP}\n"] and os.cpu_count() == 2

@@ -52,7 +52,7 @@ def test_stage_is_red_on_a_planted_fault(name: str, tree: Path) -> None:
     file, there, planted, narrow = FAULTS[name]
     environment_of_tests = Path(sys.executable).parent.parent
     stage = next(s for s in gate.stages(environment_of_tests, accelerator=True) if s.name == name.split()[0])
-    command = [word for word in stage.command if word not in gate.WORKERS] + narrow
+    command = [*stage.command, *narrow]
     environment = {**os.environ, "PYTHONPATH": str(tree.parent / "site"), "DETGRAPH_DATA": str(tree / "none")}
     if name == "accelerator":  # its fault is a machine without CUDA
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DETGRAPH_REQUIRE_GPU": "1"}

@@ -1,6 +1,6 @@
 """`yolo golden`: fits that are the same are found the same, and one that is not is found where it parts.
 
-The fits run once for all tests, in a child process by goldens.fits and through the command line itself.
+The fits run once for all tests, in a child process by goldens.fits and, beside it, through the command line itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,13 @@ def runs(tmp_path_factory, make_dataset) -> Path:
         {"kind": "ours", "args": {**args, "name": "ulp"}, "perturb": [ULP]},
         {"kind": "ours", "args": {**args, "name": "broken"}, "perturb": [RAISES]},
     ]
-    goldens.fits(requests, folder)
     words = [f"{key}={value}" for key, value in args.items()]
-    for name, options in (("ours", []), ("stock", ["--stock", "--out", str(folder / "stock.json")])):
-        done = yolo("golden", "record", *options, *words, f"name={name}")
-        assert done.returncode == 0, done.stdout + done.stderr
+    options = {"ours": [], "stock": ["--stock", "--out", str(folder / "stock.json")]}
+    with ThreadPoolExecutor() as pool:  # each thread waits for a process
+        commands = [pool.submit(yolo, "golden", "record", *more, *words, f"name={n}") for n, more in options.items()]
+        goldens.fits(requests, folder)
+    for command in commands:
+        assert command.result().returncode == 0, command.result().stdout + command.result().stderr
     return folder
 
 
