@@ -9,6 +9,7 @@ the answer is written to the file. Every arm applies perturbations and observes 
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.util
 import json
@@ -183,7 +184,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     digests = load_digests()
-    for line in sys.stdin:
+    for count, line in enumerate(sys.stdin):
+        if count == 1:  # the first fit imported what all use: to look for garbage in it takes half a second a fit
+            gc.collect()
+            gc.freeze()
         request = json.loads(line)
         result = run(kind, request, digests)
         part = Path(request["out"] + ".part")

@@ -9,13 +9,14 @@ from arms import Arm
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory, make_dataset) -> dict[str, str]:
-    """Return data sets of 64 px pictures by name: even and odd numbers of batches, a tail of one, background only."""
+    """Return data sets of 64 px pictures by name: odd and even numbers of batches, a tail of one, background only."""
     folder = tmp_path_factory.mktemp("data")
     made = {
+        "six": make_dataset(folder / "six", 6, 4),
         "eight": make_dataset(folder / "eight", 8, 4),
         "seven": make_dataset(folder / "seven", 7, 4),
         "nine": make_dataset(folder / "nine", 9, 4),
-        "background": make_dataset(folder / "background", 8, 4, empty=range(1, 8)),
+        "background": make_dataset(folder / "background", 6, 4, empty=range(1, 6)),
     }
     return {name: str(path) for name, path in made.items()}
 
