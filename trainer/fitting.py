@@ -13,7 +13,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +39,10 @@ def _import_lightning() -> None:
     The import replaces the formatter of warnings, adds filters, sets a variable that changes how torch looks for GPUs,
     and gives its loggers a level: one that the program had given them stays. It also imports whatever optional
     packages are there, and what those draw from the generators would change the fit, which is seeded by now.
+
+    One of them, torch._dynamo, imports tabulate as the process exits, if it is installed. tabulate evaluates text, and
+    then Python forgets that an interrupt ended the program: a shell would see status 1 and go on with its loop.
+    Imported here, it does no harm.
     """
     generators = Generators.take()
     variables, format_warning = set(os.environ), warnings.formatwarning
@@ -46,6 +50,9 @@ def _import_lightning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning.pytorch  # noqa: F401
+
+        with suppress(ImportError):
+            import tabulate  # noqa: F401
     generators.restore()
     warnings.formatwarning = format_warning
     for name in set(os.environ) - variables:

@@ -21,6 +21,11 @@ ENDINGS = ("ValueError", "KeyboardInterrupt", "SystemExit", "end")
 called: list[str] = []  # names of the user's handlers, as they were called
 
 
+def package(instance: object) -> str:
+    """Return the name of the package that an object's class comes from."""
+    return type(instance).__module__.partition(".")[0]
+
+
 def snapshot(loggers: list[str]) -> dict[str, str]:
     """Return the state of this process that belongs to the user, as text by name."""
     import cv2
@@ -33,7 +38,8 @@ def snapshot(loggers: list[str]) -> dict[str, str]:
         "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.callbacks, gc.get_freeze_count()],
         "hooks": [sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook, sys.gettrace()],
         "interpreter": [sys.stdout, sys.stderr, sys.path, sys.getrecursionlimit(), sys.getswitchinterval()],
-        "importers": [sys.meta_path, sys.path_hooks],
+        # Two that Lightning imports where they are installed find modules of their own from then on.
+        "importers": [[f for f in sys.meta_path if package(f) not in ("six", "transformers")], sys.path_hooks],
         "folder": os.getcwd(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "numpy": [np.geterr(), np.get_printoptions()],
