@@ -27,6 +27,8 @@ HOST_BOUND = 0.5
 DATA_BOUND = 0.2
 # Two looks at one fit differ by a few per cent on a machine that does other things as well.
 WORTHWHILE = 0.05
+# A GPU cannot work longer than a step takes. The profiled steps are others than the timed ones: a little is no sign.
+SHARED = 1.1
 
 
 @dataclass
@@ -184,6 +186,11 @@ def advise(look: Look) -> Advice:
     bound = bound_by(eager.step_ms, eager.wait_ms, look.busy_ms)
     changes = data_changes(look.fit) if eager.wait_ms >= DATA_BOUND * eager.step_ms and bound != "gpu" else {}
     sentences = [_bound_sentence(look, bound)]
+    if any(arm.ran and (arm.busy_ms or 0) > SHARED * arm.step_ms for arm in look.arms):
+        sentences.append(
+            "In the profile the GPU worked longer than a step takes: something else uses it, too, and these figures "
+            "measure both. Look again when it is free."
+        )
     if changes:
         sentences.append(f"Try {' '.join(f'{k}={v}' for k, v in changes.items())} and look again.")
     elif bound == "data":

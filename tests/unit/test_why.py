@@ -93,6 +93,14 @@ def test_every_verdict_says_its_numbers(wait, busy, said):
     assert said in advise(look(arm(wait=wait, busy=busy))).sentences[0]
 
 
+def test_a_gpu_that_something_else_uses_is_told():
+    """A GPU cannot work longer than a step takes: then the profile measured another program's work, too."""
+    said = "something else uses it"
+    assert said in advise(look(arm(busy=154.0))).sentences[1]
+    assert said in advise(look(arm(busy=95.0), replay(90.0, busy=120.0))).sentences[1]
+    assert said not in " ".join(advise(look(arm(busy=105.0), replay(98.0, busy=99.0))).sentences)
+
+
 # The advice -----------------------------------------------------------------------------------------------------------
 
 
