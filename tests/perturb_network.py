@@ -236,6 +236,11 @@ PERTURBATIONS: dict[str, Perturbation] = {
     ),
     "fp16 reduced-precision reduction": Perturbation(attribute(matmul, FP16, False), "fp16 reduced", "state"),
     "bf16 reduced-precision reduction": Perturbation(attribute(matmul, BF16, False), "bf16 reduced", "state"),
+    "kernel choice": Perturbation(
+        flag(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+        "flash attention",
+        "state",
+    ),
     "anomaly mode": Perturbation(context(torch.autograd.detect_anomaly), "False -> True", "state"),
     "saved-tensor hooks": Perturbation(context(rounded_activations), "False -> True"),
     "dispatch modes": Perturbation(context(LouderKernels), "0 -> 1"),

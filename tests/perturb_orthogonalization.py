@@ -105,6 +105,7 @@ PERTURBATIONS: dict[str, Perturbation] = {
     ),
     "fp16 reduced-precision reduction": Perturbation(attribute(matmul, FP16, False), "fp16 reduced", "state"),
     "bf16 reduced-precision reduction": Perturbation(attribute(matmul, BF16, False), "bf16 reduced", "state"),
+    "kernel choice": Perturbation(attribute(matmul, "allow_fp16_accumulation", True), "fp16 accumulation", "state"),
     "dispatch modes": Perturbation(context(LouderKernels), "0 -> 1"),
     "function modes": Perturbation(context(LouderFunctions), "0 -> 1"),
     "zeropower_via_newtonschulz5": Perturbation(other_iteration, "other_iteration.<locals>.louder"),

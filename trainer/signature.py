@@ -62,6 +62,22 @@ def _fp32_precision() -> Callable[[], dict[str, object]]:
     return lambda: {name: value(read) for name, read in flags.items()}
 
 
+def _kernel_choice() -> Callable[[], dict[str, object]]:
+    """Return the reader of the flags that say which kernels compute products and attention; those that torch has."""
+    flags = {
+        "fp16 accumulation": "_get_cublas_allow_fp16_accumulation",
+        "BLAS": "_get_blas_preferred_backend",
+        "flash attention": "_get_flash_sdp_enabled",
+        "memory-efficient attention": "_get_mem_efficient_sdp_enabled",
+        "math attention": "_get_math_sdp_enabled",
+        "cudnn attention": "_get_cudnn_sdp_enabled",
+        "reduced attention": "_get_math_sdp_allow_fp16_bf16_reduction",
+        "attention order": "_get_sdp_priority_order",
+    }
+    readers = {name: getattr(torch._C, reader) for name, reader in flags.items() if hasattr(torch._C, reader)}
+    return lambda: {name: read() for name, read in readers.items()}
+
+
 def _context(device_type: str) -> dict[str, Callable[[], object]]:
     """Return the readers of process state, by the name that a reason uses."""
     c = torch._C
@@ -80,6 +96,7 @@ def _context(device_type: str) -> dict[str, Callable[[], object]]:
         "fp32 precision": _fp32_precision(),
         "fp16 reduced-precision reduction": c._get_cublas_allow_fp16_reduced_precision_reduction,
         "bf16 reduced-precision reduction": c._get_cublas_allow_bf16_reduced_precision_reduction,
+        "kernel choice": _kernel_choice(),
         "anomaly mode": torch.is_anomaly_enabled,
         "saved-tensor hooks": lambda: c._autograd._top_saved_tensors_default_hooks(False) is not None,
         "dispatch modes": c._len_torch_dispatch_stack,
@@ -122,6 +139,9 @@ def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
         for name in MODULE_HOOKS:
             if getattr(module, name):
                 return f"{name.strip('_').replace('_', ' ')} on module '{path or type(module).__name__}'"
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Generator):  # a replay draws from the process's generators alone
+                return f"random generator '{name}' of module '{path or type(module).__name__}'"
     hooked = [name for name, parameter in root.named_parameters() if has_hooks(parameter)]
     return f"hooks on {len(hooked)} parameters: {', '.join(hooked[:3])}" if len(hooked) > 1 else None
 

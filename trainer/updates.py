@@ -31,6 +31,7 @@ BAKED_PROCESS_STATE = (
     "fp32 precision",
     "fp16 reduced-precision reduction",
     "bf16 reduced-precision reduction",
+    "kernel choice",
     "dispatch modes",
     "function modes",
 )

@@ -44,6 +44,17 @@ class Mixes(Wrapped):
         return self.inner(x) * float(np.random.beta(2.0, 2.0))
 
 
+class Draws(Wrapped):
+    """Draws a factor from a generator of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.dice = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return self.inner(x) * torch.rand((), generator=self.dice)
+
+
 class Counts(Wrapped):
     """Counts its calls and computes with the count."""
 
@@ -112,6 +123,14 @@ def test_what_a_forward_does_on_the_host_keeps_the_fit_eager(kind, monkeypatch):
     assert pair.report.blocked.startswith(REASONS[kind])
     monkeypatch.setattr(network, "_left_on_the_host", lambda *args: None)
     assert twin(prepare=wrap(kind), options=UNCHECKED).differences
+
+
+def test_a_generator_of_a_layers_own_keeps_the_fit_eager(monkeypatch):
+    pair = twin(prepare=wrap(Draws))
+    pair.assert_same(replayed=0)
+    assert list(pair.report.eager) == ["random generator 'dice' of module '3'"]
+    monkeypatch.setattr(network, "recording_obstacle", lambda *args: None)
+    assert twin(prepare=wrap(Draws), options=UNCHECKED).differences
 
 
 def test_a_tensor_that_is_no_buffer_is_put_back_like_one(monkeypatch):
