@@ -19,3 +19,12 @@ export YOLO_OFFLINE=true YOLO_CONFIG_DIR="$work/config" MPLBACKEND=Agg
 # Every fit looks for this font, and asks the network for one that is not there: without an answer, for minutes.
 mkdir -p "$YOLO_CONFIG_DIR/Ultralytics"
 cp "$(python3 -c 'import matplotlib; print(matplotlib.get_data_path())')/fonts/ttf/DejaVuSans.ttf" "$YOLO_CONFIG_DIR/Ultralytics/Arial.ttf"
+# amp=True asks the network for weights to check the GPU with. Any that load will do.
+mkdir -p "$work/weights"
+python3 - "$work/weights" <<'PYTHON' >/dev/null
+import sys
+from ultralytics import YOLO
+from ultralytics.utils import SETTINGS
+SETTINGS.update(weights_dir=sys.argv[1])
+YOLO("yolo26n.yaml").save(f"{sys.argv[1]}/yolo26n.pt")
+PYTHON
