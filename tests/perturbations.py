@@ -94,6 +94,16 @@ def nan_weight(perturb: Perturb, epoch: int) -> None:
     perturb.on("on_train_batch_start", poison)
 
 
+def smaller_batches(perturb: Perturb, epoch: int) -> None:
+    """From an epoch on, another loader of the same pictures, with more and smaller batches."""
+
+    def replace(trainer):
+        if trainer.epoch == epoch:
+            trainer.train_loader = trainer.get_dataloader(trainer.data["train"], batch_size=1, rank=-1, mode="train")
+
+    perturb.on("on_train_epoch_start", replace)
+
+
 def out_of_memory(perturb: Perturb, call: int) -> None:
     """The objective raises out-of-memory at its n-th call, after the network's forward."""
     from ultralytics.utils.loss import E2ELoss

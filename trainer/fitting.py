@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -156,6 +156,19 @@ def restore_signals(handlers: dict) -> None:
     for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+def follow_length(trainer: pl.Trainer, batches: Sized) -> None:
+    """Let the epoch that starts run to the present end of ``batches``; call it before the epoch's first batch.
+
+    Lightning takes the number of batches once, as the fit starts, and would cut the epochs of a longer loader that
+    somebody has put in place since. Its option to ask anew does so before an epoch's callbacks have run.
+    """
+    if trainer.num_training_batches != len(batches):
+        loop = trainer.fit_loop
+        loop.max_batches = len(batches)
+        loop._combined_loader.limits = [len(batches)]
+        iter(loop._data_fetcher)
 
 
 def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:

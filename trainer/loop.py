@@ -78,7 +78,7 @@ class EpochBatches:
         return self._epoch
 
     def _run(self) -> Iterator:
-        self.bar = TQDM(enumerate(self.trainer.train_loader), total=len(self))
+        self.bar = TQDM(enumerate(self.trainer.train_loader), total=self.trainer.loop_state.batches)
         for _, batch in self.bar:
             yield batch
 

@@ -18,7 +18,7 @@ from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import autocast, unwrap_model
 
 from .eligibility import split_blocker
-from .fitting import LoopError, restore_signals
+from .fitting import LoopError, follow_length, restore_signals
 from .lending import tensor_attributes
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class DetectionModule(pl.LightningModule):
             LOGGER.info(t.progress_string())
         t.tloss = None
         self.stopped_early = self.timed_out = False
+        follow_length(self.trainer, self.batches)
 
     @guarded
     def on_train_batch_start(self, batch: dict, batch_idx: int) -> None:
