@@ -18,11 +18,11 @@ from detgraph.cfg import CaptureOptions
 from detgraph.patches import replay_orthogonalization
 
 from . import proof
+from .guards import Guards, process_obstacle
 from .holder import RecordingHolder
 from .network import RECORDING
 from .recording import Recorder
 from .report import RecordingCounts
-from .signature import Guards, process_obstacle
 from .updates import Call, CallSignature, OrthogonalizationRecording, Tensors, Update, surroundings
 
 NOTHING_TO_DO = "step without orthogonalization"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from . import proof
+from .guards import Guard, Guards, first_difference, from_to, process_guards
 from .recording import Recorder, Tape
-from .signature import Guard, Guards, first_difference, from_to, process_guards
 
 BAKED_PROCESS_STATE = (
     "autocast",
