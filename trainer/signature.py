@@ -42,15 +42,19 @@ def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
         return "input requires_grad: True"
     if obstacle := process_obstacle(images.device.type, RECORDABLE):
         return obstacle
-    for path, module in root.named_modules():
+    modules = [(path or type(module).__name__, module) for path, module in root.named_modules()]
+    for path, module in modules:
         for name in MODULE_HOOKS:
             if getattr(module, name):
-                return f"{name.strip('_').replace('_', ' ')} on module '{path or type(module).__name__}'"
+                return f"{name.strip('_').replace('_', ' ')} on module '{path}'"
+    hooked = [name for name, parameter in root.named_parameters() if has_hooks(parameter)]
+    if len(hooked) > 1:
+        return f"hooks on {len(hooked)} parameters: {', '.join(hooked[:3])}"
+    for path, module in modules:  # last: to look at all that modules keep takes milliseconds
         for name, value in vars(module).items():
             if isinstance(value, torch.Generator):  # a replay draws from the process's generators alone
-                return f"random generator '{name}' of module '{path or type(module).__name__}'"
-    hooked = [name for name, parameter in root.named_parameters() if has_hooks(parameter)]
-    return f"hooks on {len(hooked)} parameters: {', '.join(hooked[:3])}" if len(hooked) > 1 else None
+                return f"random generator '{name}' of module '{path}'"
+    return None
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
