@@ -17,9 +17,10 @@ from ultralytics.utils import LOGGER, RANK
 from ultralytics.utils.torch_utils import is_qat, unwrap_model
 
 from detgraph.cfg import precision_blocker
+from detgraph.models import objective_blocker
 from detgraph.patches import replay_orthogonalization
 
-from .network import EagerNetworkStep, GraphedNetworkStep, objective_blocker
+from .network import EagerNetworkStep, GraphedNetworkStep
 from .orthogonalization import EagerOrthogonalization, GraphedOrthogonalization
 from .recorders import CudaRecorder
 from .upstream import loop_drift

@@ -9,39 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
 from ultralytics.utils.torch_utils import unwrap_model
 
 from detgraph.cfg import CaptureOptions
-from detgraph.models import NetworkView, UnsupportedNetwork
+from detgraph.models import UnsupportedNetwork, objective_blocker
 
 from . import proof
 from .gradients import ReusedGradients
 from .holder import RecordingHolder
 from .lending import Loan
-from .recording import Autocast, Recorder, Recording, Replay, parameter_aliases
+from .observed import Observed, autocast_remains
+from .recording import Recorder, Recording, Replay, parameter_aliases
 from .report import CaptureReport
-from .signature import Signature, has_hooks, recording_obstacle
+from .signature import Signature, recording_obstacle
 from .state import NetworkState
 
 RECORDING = "step that was recorded"
 OTHER_SHAPE = "batch of another shape"
 TAIL = "smaller batch"
 TOO_EARLY = "before the step that may be recorded"
-# The objectives whose use of the predictions the view's layout contract was read from.
-KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
-
-
-def objective_blocker(network: nn.Module) -> str | None:
-    """Return why the objective's use of the outputs is not known; one is built at the first step if none is set yet."""
-    criterion = getattr(network, "criterion", None)
-    if criterion is None or type(criterion) in KNOWN_OBJECTIVES:
-        return None
-    return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"
 
 
 class EagerNetworkStep:
@@ -80,37 +69,6 @@ class EagerNetworkStep:
 
     def drop(self) -> None:
         """Give up the recording, if any, and everything that belongs to it. May be called again."""
-
-
-@dataclass
-class Observed:
-    """One eager step that a recording is to be made from: what went in, and what the objective sent back.
-
-    ``alone`` are the parameters, by name, whose gradient will be this step's and nothing else: it was None before, and
-    no hook changes it.
-    """
-
-    view: NetworkView
-    images: Tensor
-    mode: Autocast
-    before: NetworkState
-    signature: Signature
-    incoming: list[Tensor | None]
-    handles: list
-    alone: dict[str, nn.Parameter]
-
-
-def autocast_remains(device: torch.device) -> bool:
-    """Return whether autocast is on now, where the training loop has left its own: a user's region around the fit."""
-    return torch.is_autocast_enabled(device.type)
-
-
-def _left_on_the_host(before: NetworkState, signature: Signature, images: Tensor) -> str | None:
-    """Return what the forward that has just run did besides computing, which a replay would not do again, or None."""
-    if before.generators.host_moved():
-        return "the network draws random numbers on the host"
-    change = signature.change(images)
-    return change and f"the network changes as it runs: {change}"
 
 
 class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
@@ -288,36 +246,24 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
 
     def _observe(self, images: Tensor) -> dict:
         """Run the step eagerly through the view and note what a recording of it needs."""
-        view = NetworkView(self.network)
-        mode = Autocast.now(images.device.type)
-        before = NetworkState.take(self.network, images.device)
-        signature = Signature(self.network, images)
-        parameters = self.network.named_parameters()
-        alone = {name: p for name, p in parameters if p.requires_grad and p.grad is None and not has_hooks(p)}
+        observed = Observed.begin(self.network, images)
         try:
-            outputs = view(images)
+            outputs = observed.view(images)
         except UnsupportedNetwork as error:
             self._block(str(error))
-            before.restore()
+            observed.before.restore()
             return self.model(images)
-        if obstacle := _left_on_the_host(before, signature, images):
+        if obstacle := observed.left_on_the_host(images):
             self._block(obstacle)
-            return view.restore(outputs)
-        incoming: list[Tensor | None] = [None] * len(outputs)
-        handles = [
-            output.register_hook(lambda gradient, i=i: incoming.__setitem__(i, gradient))
-            for i, output in enumerate(outputs)
-            if output.requires_grad
-        ]
-        self._observed = Observed(view, images.detach(), mode, before, signature, incoming, handles, alone)
-        return view.restore(outputs)
+        else:
+            observed.listen(outputs)
+            self._observed = observed
+        return observed.view.restore(outputs)
 
     def after_backward(self) -> None:
         self._tail.close()
         observed, self._observed = self._observed, None
-        if observed is not None and any(gradient is not None for gradient in observed.incoming):
-            for handle in observed.handles:
-                handle.remove()
+        if observed is not None and observed.complete():
             if autocast_remains(observed.images.device):
                 self._block("autocast is on during the backward pass")
             else:

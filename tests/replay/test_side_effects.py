@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import network
+from detgraph.trainer import network, observed
 from detgraph.trainer.state import NetworkState
 from perturb_network import attribute
 from steps import Fit, twin
@@ -121,7 +121,7 @@ def test_what_a_forward_does_on_the_host_keeps_the_fit_eager(kind, monkeypatch):
     pair = twin(prepare=wrap(kind))
     pair.assert_same(replayed=0)
     assert pair.report.blocked.startswith(REASONS[kind])
-    monkeypatch.setattr(network, "_left_on_the_host", lambda *args: None)
+    monkeypatch.setattr(observed.Observed, "left_on_the_host", lambda *args: None)
     assert twin(prepare=wrap(kind), options=UNCHECKED).differences
 
 
@@ -183,7 +183,7 @@ def test_hooks_of_several_parameters_keep_their_order(monkeypatch):
     pair.assert_same(replayed=0)
     assert next(iter(pair.report.eager)).startswith("hooks on ")
     monkeypatch.setattr(network, "recording_obstacle", lambda *args: None)
-    monkeypatch.setattr(network, "has_hooks", lambda parameter: True)
+    monkeypatch.setattr(observed, "has_hooks", lambda parameter: True)
     assert twin(prepare=noise).differences
 
 

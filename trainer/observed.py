@@ -1,0 +1,79 @@
+"""One eager step of the fit that a recording is to be made from: what went in, and what the objective sent back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from detgraph.models import NetworkView
+
+from .recording import Autocast
+from .signature import Signature, has_hooks
+from .state import NetworkState
+
+
+def autocast_remains(device: torch.device) -> bool:
+    """Return whether autocast is on now, where the training loop has left its own: a user's region around the fit."""
+    return torch.is_autocast_enabled(device.type)
+
+
+@dataclass
+class Observed:
+    """What a recording of the step needs. ``begin`` notes it before the forward, ``forward`` and ``listen`` the rest.
+
+    Attributes:
+        view: the network as tensors in, tensors out.
+        images: the step's input, (batch, channels, height, width).
+        mode: the autocast state that the forward ran in.
+        before: buffers and generators before the forward.
+        signature: all that a replay would bake in, before the forward.
+        alone: the parameters, by name, whose gradient will be this step's and nothing else: it was None before, and no
+            hook changes it.
+        incoming: one gradient per output, as the objective's backward sends it; None where none arrived.
+    """
+
+    view: NetworkView
+    images: Tensor
+    mode: Autocast
+    before: NetworkState
+    signature: Signature
+    alone: dict[str, nn.Parameter]
+    incoming: list[Tensor | None] = field(default_factory=list)
+    _handles: list = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, network: nn.Module, images: Tensor) -> Observed:
+        """Note what there is before the forward of ``network`` on ``images``."""
+        view = NetworkView(network)
+        mode = Autocast.now(images.device.type)
+        before = NetworkState.take(network, images.device)
+        signature = Signature(network, images)
+        parameters = network.named_parameters()
+        alone = {name: p for name, p in parameters if p.requires_grad and p.grad is None and not has_hooks(p)}
+        return cls(view, images.detach(), mode, before, signature, alone)
+
+    def left_on_the_host(self, images: Tensor) -> str | None:
+        """Return what the forward just run did besides computing, which a replay would not do again, or None."""
+        if self.before.generators.host_moved():
+            return "the network draws random numbers on the host"
+        change = self.signature.change(images)
+        return change and f"the network changes as it runs: {change}"
+
+    def listen(self, outputs: tuple[Tensor, ...]) -> None:
+        """Note the gradients that the backward sends to ``outputs``, until ``complete``."""
+        self.incoming = incoming = [None] * len(outputs)
+        self._handles = [
+            output.register_hook(lambda gradient, i=i: incoming.__setitem__(i, gradient))
+            for i, output in enumerate(outputs)
+            if output.requires_grad
+        ]
+
+    def complete(self) -> bool:
+        """Stop listening; return whether a backward has come by. Without one nothing can be recorded yet."""
+        if all(gradient is None for gradient in self.incoming):
+            return False
+        for handle in self._handles:
+            handle.remove()
+        return True
