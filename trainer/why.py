@@ -125,6 +125,7 @@ class LookTrainer(LightningDetectionTrainer):
             "optimizer": type(self.optimizer).__name__,
             "accumulate": self.accumulate,
             "images": len(loader.dataset),
+            "steps": None if args.time else args.epochs * len(loader),  # patience may end the fit before
             "cache": args.cache,
             "workers": loader.num_workers,
             "workers_asked": args.workers,

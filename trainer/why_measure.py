@@ -235,11 +235,20 @@ def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, hol
     arm.phases = phases(steps, sections.get("phases", steps))
     arm.memory_bytes = dict(report.memory)
     arm.steps, arm.replayed = report.steps, report.replayed
-    arm.recording_seconds = round(sum(report.seconds.values()), DIGITS)
-    if report.blocked:
-        arm.note = f"the rest trained eagerly: {report.blocked}"
-    elif report.retirements:
-        arm.note = f"{len(report.retirements)} recordings were retired, the last: {report.retirements[-1]['reason']}"
+    arm.recording_seconds, arm.note = recordings(report)
+
+
+def recordings(report: CaptureReport) -> tuple[float, str | None]:
+    """Return the seconds that the recordings that were asked for took, and what became of one later, if anything."""
+    captures = [report.counts(key) for key in report.options.asked]
+    notes = (
+        f"the rest trained eagerly: {counts.blocked}"
+        if counts.blocked
+        else f"{len(counts.retirements)} recordings were retired, the last: {counts.retirements[-1]['reason']}"
+        for counts in captures
+        if counts.blocked or counts.retirements
+    )
+    return round(sum(sum(counts.seconds.values()) for counts in captures), DIGITS), next(notes, None)
 
 
 def plan(

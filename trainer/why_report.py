@@ -5,6 +5,7 @@ Plain data and pure functions: nothing here touches a device. `why_measure` fill
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -171,13 +172,22 @@ def bound_by(step_ms: float, wait_ms: float, busy_ms: float | None) -> str:
 def best_arm(look: Look) -> Arm:
     """Return the arm to use: the fastest, or the eager one where none wins more than two looks may differ by."""
     others = [arm for arm in look.arms[1:] if arm.ran]
-    fastest = min(others, key=lambda arm: arm.step_ms, default=look.eager)
-    return fastest if saved_share(look.eager, fastest) >= WORTHWHILE else look.eager
+    fastest = min(others, key=lambda arm: steps_of_fit_ms(look, arm), default=look.eager)
+    return fastest if saved_share(look, fastest) >= WORTHWHILE else look.eager
 
 
-def saved_share(eager: Arm, other: Arm) -> float:
-    """Return the share of an eager step that the other arm saves; negative where it takes longer."""
-    return 1 - other.step_ms / eager.step_ms
+def steps_of_fit_ms(look: Look, arm: Arm) -> float:
+    """Return the milliseconds that all steps of the fit take in an arm, its recording included.
+
+    Where the number of steps is not known (``time=``), those of one step.
+    """
+    steps = look.fit.get("steps")
+    return steps * arm.step_ms + 1e3 * arm.recording_seconds if steps else arm.step_ms
+
+
+def saved_share(look: Look, arm: Arm) -> float:
+    """Return the share that the arm saves of the time of all eager steps; negative where it takes longer."""
+    return 1 - steps_of_fit_ms(look, arm) / steps_of_fit_ms(look, look.eager)
 
 
 def advise(look: Look) -> Advice:
@@ -195,7 +205,7 @@ def advise(look: Look) -> Advice:
         sentences.append(f"Try {' '.join(f'{k}={v}' for k, v in changes.items())} and look again.")
     elif bound == "data":
         sentences.append("Lighter augmentation, smaller files or a faster disk would shorten the wait.")
-    sentences += [_arm_sentence(eager, arm) for arm in look.arms[1:]]
+    sentences += [_arm_sentence(look, arm) for arm in look.arms[1:]]
     best = best_arm(look)
     return Advice(bound, sentences, command(look.words, {**changes, **_off(look), **best.capture}))
 
@@ -250,17 +260,23 @@ def _bound_sentence(look: Look, bound: str) -> str:
     }[bound]
 
 
-def _arm_sentence(eager: Arm, arm: Arm) -> str:
+def _arm_sentence(look: Look, arm: Arm) -> str:
+    eager = look.eager
     name = arm.name[:1].upper() + arm.name[1:]
     if not arm.ran:
         return f"{name} was not measured: {arm.blocked}."
-    saved = saved_share(eager, arm)
-    text = f"{name} takes the step from {eager.step_ms:.1f} to {arm.step_ms:.1f} ms ({-saved:+.0%})"
+    saved_ms = eager.step_ms - arm.step_ms
+    text = f"{name} takes the step from {eager.step_ms:.1f} to {arm.step_ms:.1f} ms ({-saved_ms / eager.step_ms:+.0%})"
     key = "peak_reserved"
     if key in arm.memory_bytes and key in eager.memory_bytes:
         text += f" and reserved memory by {(arm.memory_bytes[key] - eager.memory_bytes[key]) / 2**20:+,.0f} MiB"
-    if saved < WORTHWHILE:
+    if saved_ms < WORTHWHILE * eager.step_ms:
         text += ": it does not pay"
+    elif saved_share(look, arm) < WORTHWHILE:
+        text += f": it does not pay in {look.fit['steps']:,} steps, as recording takes {arm.recording_seconds:.1f} s"
+    elif arm.recording_seconds:
+        earned = math.ceil(1e3 * arm.recording_seconds / saved_ms)
+        text += f"; {earned:,} steps earn back the {arm.recording_seconds:.1f} s that recording takes"
     if arm.note:
         text += f"; {arm.note}"
     return text + "."

@@ -100,6 +100,7 @@ def test_replay_is_measured_and_everything_given_back(data, left, monkeypatch, c
     assert both.ran and both.note is None and both.replayed >= len(both.steps_ms) / 2
     assert eager.replayed == 0 and replay.ran and replay.blocked is None and replay.note is None
     assert replay.replayed >= len(replay.steps_ms) / 2 and replay.recording_seconds > 0
+    assert both.recording_seconds > 0 and look.fit["steps"] > 0
     work = {phase.name: phase.launches for phase in eager.phases}
     assert all(work[name] > 0 for name in ("forward", "objective", "backward", "optimizer", "orthogonalization", "ema"))
     assert look.busy_ms > 0 and all(phase.launches is not None for arm in look.arms for phase in arm.phases)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from detgraph.cfg import CaptureOptions
 from detgraph.trainer import why, why_clock, why_report
+from detgraph.trainer.report import CaptureReport
 from detgraph.trainer.why_clock import Clock, work_by_phase
-from detgraph.trainer.why_measure import Section
+from detgraph.trainer.why_measure import Section, recordings
 from detgraph.trainer.why_report import Arm, Look, Phase, advise, bound_by, command
 from detgraph.trainer.why_show import draw, table
 from helpers import ROOT
@@ -115,6 +117,35 @@ def test_replay_is_not_advised_where_it_does_not_pay(step):
     advice = advise(look(arm(busy=95.0), replay(step)))
     assert "capture_network" not in advice.command
     assert "it does not pay" in advice.sentences[-1]
+
+
+def test_a_fit_has_to_earn_its_recording_back():
+    arms = arm(busy=20.0), replay(recording_seconds=1.25)
+    long, short, timed = (advise(look(*arms, steps=steps)) for steps in (6000, 80, None))
+    assert long.command.endswith("capture_network=True") and timed.command == long.command
+    assert long.sentences[-1].endswith("(-20%); 63 steps earn back the 1.2 s that recording takes.")
+    assert "capture_network" not in short.command
+    assert short.sentences[-1].endswith("it does not pay in 80 steps, as recording takes 1.2 s.")
+
+
+def test_both_recordings_count_where_both_were_asked_for():
+    report = CaptureReport(CaptureOptions(capture_network=True, capture_orthogonalization=True))
+    report.seconds.update(recording=1.0, checking=0.25)
+    report.orthogonalization.seconds["recording"] = 0.5
+    assert recordings(report) == (1.75, None)
+    report.orthogonalization.block("recording failed: no room")
+    assert recordings(report) == (1.75, "the rest trained eagerly: recording failed: no room")
+    report.retire("tensor address")
+    assert recordings(report)[1] == "1 recordings were retired, the last: tensor address"
+    alone = CaptureReport(CaptureOptions(capture_network=True), orthogonalization=report.orthogonalization)
+    assert recordings(alone) == (0, None)
+
+
+def test_the_arm_that_records_less_wins_a_short_fit():
+    both = arm("both", 60.0, capture={"capture_network": True, "more": True}, recording_seconds=4.0)
+    arms = arm(busy=20.0), replay(70.0, recording_seconds=1.0), both
+    assert advise(look(*arms, steps=250)).command.endswith("capture_network=True")
+    assert advise(look(*arms, steps=350)).command.endswith("more=True")
 
 
 def test_what_the_user_asked_for_is_taken_back_where_it_does_not_pay():
