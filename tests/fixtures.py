@@ -1,13 +1,18 @@
-"""Fixtures of the folders that train step by step in process. A folder's conftest imports those that it wants."""
+"""Fixtures of several folders or files. A conftest, or a file of tests, imports those that it wants."""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from ultralytics.utils import LOGGER
+
+from helpers import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +38,17 @@ def warned() -> Iterator[list[str]]:
     LOGGER.addHandler(handler)
     yield lines
     LOGGER.removeHandler(handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts() -> Iterator[None]:
+    """Put the measuring scripts' folder on the path, as running one of them does."""
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
+def script(name: str) -> ModuleType:
+    """Return a measuring script; only where the fixture ``scripts`` is in force."""
+    return importlib.import_module(name)
