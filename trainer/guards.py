@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -119,6 +119,7 @@ def _kernel_choice() -> Callable[[], dict[str, object]]:
     return lambda: {name: read() for name, read in readers.items()}
 
 
+@cache  # readers, not values
 def _context(device_type: str) -> dict[str, Callable[[], object]]:
     """Return the readers of process state, by the name that a reason uses."""
     c = torch._C
