@@ -13,6 +13,8 @@ import torch
 
 from detgraph.cfg import CaptureOptions
 
+from .output import write_whole
+
 SCHEMA = 1
 
 
@@ -135,6 +137,4 @@ class CaptureReport(RecordingCounts):
 
     def write(self, path: Path) -> None:
         """Write ``to_dict`` to ``path``; the file appears whole or not at all."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        part.replace(path)
+        write_whole(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode())

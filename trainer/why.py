@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,8 +34,9 @@ from detgraph.patches.registry import Patch
 from .cli import _run_upstream, read_command_line
 from .eligibility import loop_blocker
 from .loop import BatchTooLarge, LightningDetectionTrainer
+from .output import tell, unwritable, write_whole
 from .report import environment
-from .why_report import Look, command
+from .why_report import Arm, Look, command
 from .why_show import draw, table
 
 ERROR_STATUS = 2
@@ -94,7 +95,7 @@ class LookTrainer(LightningDetectionTrainer):
         try:
             self._set_up()
             fit = self._describe()
-            arms = look(self, self.seconds, _tell)
+            arms = self._look(look)
         except BatchTooLarge:
             smaller = {"batch": max(self.batch_size // 2, 1)}
             raise LookError(
@@ -108,8 +109,16 @@ class LookTrainer(LightningDetectionTrainer):
     def _set_up(self) -> None:
         try:
             self._setup_train()
-        except (ValueError, TypeError, OSError) as e:  # what upstream checks late: sizes, a last batch of one picture
+        except (ValueError, TypeError, OSError, RuntimeError) as e:  # checked late: sizes, optimizer, pictures
             raise LookError(_told(e)) from e
+
+    def _look(self, look: Callable[..., list[Arm]]) -> list[Arm]:
+        try:
+            return look(self, self.seconds, _tell)
+        except BatchTooLarge:
+            raise
+        except RuntimeError as e:  # such as amp=bf16 on a CPU
+            raise LookError(f"a step of this fit fails, as it would in training: {_told(e)}") from e
 
     def _describe(self) -> dict:
         """Return what was set up, where that is more than the words say."""
@@ -119,7 +128,7 @@ class LookTrainer(LightningDetectionTrainer):
             "model": Path(str(args.model)).name,
             "data": str(args.data),
             "device": str(self.device),
-            "batch": self.batch_size,
+            "batch": min(self.batch_size, len(loader.dataset)),
             "imgsz": args.imgsz,
             "precision": precision,
             "optimizer": type(self.optimizer).__name__,
@@ -152,15 +161,16 @@ def main(words: Sequence[str]) -> int:
     except (LookError, CaptureOptionError, PatchDriftError) as e:
         print(f"yolo why: error: {e}", file=sys.stderr)
         return ERROR_STATUS
-    content = json.dumps(look.to_dict(), indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(content)
-    else:
-        print(table(look))
-        if args.json:
-            Path(args.json).write_text(content, encoding="utf-8")
-    if args.picture:
-        draw(look, args.picture)
+    content = json.dumps(look.to_dict(), indent=1)
+    tell(content if args.json == "-" else table(look))
+    try:
+        if args.json and args.json != "-":
+            write_whole(Path(args.json), f"{content}\n".encode())
+        if args.picture:
+            draw(look, args.picture)
+    except OSError as e:
+        print(f"yolo why: error: {_told(e)}", file=sys.stderr)
+        return ERROR_STATUS
     return 0
 
 
@@ -250,7 +260,8 @@ def _refuse(model: Any, arguments: dict, words: Sequence[str]) -> None:
     if blocker and len(devices) > 1:
         alone = {"device": devices[0], "batch": batch // len(devices) if batch > 1 else batch}
         raise LookError(f"{blocker}. Look at one GPU's part of it: {command(words, alone, 'why')}")
-    detector = {"model": re.sub(r"-(seg|sem|pose|obb|cls|depth)\b", "", str(arguments["model"]))}
+    plain = re.sub(r"-(seg|sem|pose|obb|cls|depth)\b", "", str(arguments["model"]))
+    detector = {"task": None, model.task: None, "model": plain}
     if blocker and model.task != "detect":
         raise LookError(f"{blocker}. Look at a detector of its size: {command(words, detector, 'why')}")
     if blocker:
@@ -304,15 +315,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"'{text}' is no time to look for: give seconds, more than 0")
     return seconds
 
 
 def _file(text: str) -> str:
-    if text != "-" and (not Path(text).parent.is_dir() or Path(text).is_dir()):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot be written: give a file in a folder that exists")
+    if text != "-" and (reason := unwritable(Path(text))):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be written ({reason}): give a file in a folder that exists")
     return text
 
 

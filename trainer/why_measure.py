@@ -27,7 +27,7 @@ from .network import EagerNetworkStep
 from .orthogonalization import EagerOrthogonalization
 from .report import CaptureReport
 from .why_clock import Clock, TimedNetworkStep, Times, device_work, watched
-from .why_report import BACKWARD, DATA, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
+from .why_report import BACKWARD, DATA, GIVEN_UP, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
 
 # Name and our keys of each way to run the fit. The first is the fit as it is, and the one that is looked into.
 ARMS: tuple[tuple[str, dict], ...] = (
@@ -242,7 +242,7 @@ def recordings(report: CaptureReport) -> tuple[float, str | None]:
     """Return the seconds that the recordings that were asked for took, and what became of one later, if anything."""
     captures = [report.counts(key) for key in report.options.asked]
     notes = (
-        f"the rest trained eagerly: {counts.blocked}"
+        f"{GIVEN_UP}: {counts.blocked}"
         if counts.blocked
         else f"{len(counts.retirements)} recordings were retired, the last: {counts.retirements[-1]['reason']}"
         for counts in captures

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1
+GIVEN_UP = "the rest trained eagerly"  # how the note of an arm begins that lost its recording for good
 
 # Phases of a step in the order they happen. All are disjoint, so they add up to the step; ORTHOGONALIZATION is the part
 # of the optimizer that MuSGD's Newton-Schulz iterations take.
@@ -171,9 +172,13 @@ def bound_by(step_ms: float, wait_ms: float, busy_ms: float | None) -> str:
 
 def best_arm(look: Look) -> Arm:
     """Return the arm to use: the fastest, or the eager one where none wins more than two looks may differ by."""
-    others = [arm for arm in look.arms[1:] if arm.ran]
-    fastest = min(others, key=lambda arm: steps_of_fit_ms(look, arm), default=look.eager)
+    fastest = min(lasting(look), key=lambda arm: steps_of_fit_ms(look, arm), default=look.eager)
     return fastest if saved_share(look, fastest) >= WORTHWHILE else look.eager
+
+
+def lasting(look: Look) -> list[Arm]:
+    """Return the arms besides the eager one that ran and were not given up on the way."""
+    return [arm for arm in look.arms[1:] if arm.ran and not (arm.note or "").startswith(GIVEN_UP)]
 
 
 def steps_of_fit_ms(look: Look, arm: Arm) -> float:
@@ -207,6 +212,9 @@ def advise(look: Look) -> Advice:
         sentences.append("Lighter augmentation, smaller files or a faster disk would shorten the wait.")
     sentences += [_arm_sentence(look, arm) for arm in look.arms[1:]]
     best = best_arm(look)
+    faster = [arm.name for arm in lasting(look) if arm.step_ms < best.step_ms]
+    if best is not look.eager and faster:  # by the step, but not by the fit
+        sentences.append(f"In the {look.fit['steps']:,} steps of this fit, {best.name} is done before {faster[0]}.")
     return Advice(bound, sentences, command(look.words, {**changes, **_off(look), **best.capture}))
 
 
@@ -270,13 +278,16 @@ def _arm_sentence(look: Look, arm: Arm) -> str:
     key = "peak_reserved"
     if key in arm.memory_bytes and key in eager.memory_bytes:
         text += f" and reserved memory by {(arm.memory_bytes[key] - eager.memory_bytes[key]) / 2**20:+,.0f} MiB"
+    steps, recording = look.fit.get("steps"), f"{arm.recording_seconds:.1f} s that recording takes"
+    share = saved_share(look, arm)
     if saved_ms < WORTHWHILE * eager.step_ms:
         text += ": it does not pay"
-    elif saved_share(look, arm) < WORTHWHILE:
-        text += f": it does not pay in {look.fit['steps']:,} steps, as recording takes {arm.recording_seconds:.1f} s"
-    elif arm.recording_seconds:
+    elif share < WORTHWHILE:
+        change = f"{abs(share):.1%} {'shorter' if share > 0 else 'longer'}"
+        text += f": it does not pay, as all {steps:,} steps are {change} with the {recording}"
+    elif arm.recording_seconds >= 0.05 and not arm.note:
         earned = math.ceil(1e3 * arm.recording_seconds / saved_ms)
-        text += f"; {earned:,} steps earn back the {arm.recording_seconds:.1f} s that recording takes"
+        text += f"; {earned:,} step{'s' * (earned > 1)} earn back the {recording}"
     if arm.note:
         text += f"; {arm.note}"
     return text + "."

@@ -146,6 +146,12 @@ def test_out_of_memory_is_told_and_leaves_nothing(data, left, monkeypatch, capsy
         (["model=yolo26n.yaml", "data=['a.yaml', 'b.yaml']"], ("data=a.yaml",)),
         (["model=yolo26n.yaml", "device=0,1", "batch=8"], ("several GPUs", "yolo why", "device=0 batch=4")),
         (["model=yolo26n-seg.yaml"], ("task 'segment'", "yolo why model=yolo26n.yaml")),
+        (["segment", "train", "model=yolo26n-seg.yaml"], ("task 'segment'", "yolo why model=yolo26n.yaml")),
+        (["model=yolo26n.yaml", "DATA", "device=cpu", "optimizer=Foo"], ("optimizer", "'Foo'")),
+        (
+            ["model=yolo26n.yaml", "DATA", "device=cpu", "amp=bf16", "imgsz=64"],
+            ("a step of this fit fails", "bfloat16"),
+        ),
         (["model=yolov8s-world.yaml"], ("YOLOWorld", "a trainer of its own")),
     ],
 )

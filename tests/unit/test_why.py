@@ -120,7 +120,10 @@ def test_a_fit_has_to_earn_its_recording_back():
     assert long.command.endswith("capture_network=True") and timed.command == long.command
     assert long.sentences[-1].endswith("(-20%); 63 steps earn back the 1.2 s that recording takes.")
     assert "capture_network" not in short.command
-    assert short.sentences[-1].endswith("it does not pay in 80 steps, as recording takes 1.2 s.")
+    said = "it does not pay, as all 80 steps are 4.4% shorter with the 1.2 s that recording takes."
+    assert short.sentences[-1].endswith(said)
+    shorter = advise(look(*arms, steps=9)).sentences[-1]
+    assert "9 steps are 118.9% longer" in shorter
 
 
 def test_both_recordings_count_where_both_were_asked_for():
@@ -139,8 +142,10 @@ def test_both_recordings_count_where_both_were_asked_for():
 def test_the_arm_that_records_less_wins_a_short_fit():
     both = arm("both", 60.0, capture={"capture_network": True, "more": True}, recording_seconds=4.0)
     arms = arm(busy=20.0), replay(70.0, recording_seconds=1.0), both
-    assert advise(look(*arms, steps=250)).command.endswith("capture_network=True")
-    assert advise(look(*arms, steps=350)).command.endswith("more=True")
+    short, long = (advise(look(*arms, steps=steps)) for steps in (250, 350))
+    assert short.command.endswith("capture_network=True") and long.command.endswith("more=True")
+    said = "In the 250 steps of this fit, replay is done before both."
+    assert short.sentences[-1] == said and said.replace("250", "350") not in long.sentences
 
 
 def test_what_the_user_asked_for_is_taken_back_where_it_does_not_pay():
@@ -157,8 +162,11 @@ def test_an_arm_that_could_not_run_says_why():
 
 
 def test_a_recording_that_was_given_up_is_told():
-    given_up = replay(99.0, note="the rest trained eagerly: recording failed")
-    assert "the rest trained eagerly: recording failed" in advise(look(arm(busy=20.0), given_up)).sentences[-1]
+    note = "the rest trained eagerly: recording failed"
+    for step in (99.0, 80.0):  # the second is faster by chance: its steps were the eager ones
+        advice = advise(look(arm(busy=20.0), replay(step, note=note, recording_seconds=1.0), steps=6000))
+        assert advice.sentences[-1].endswith(f"; {note}." if step == 80.0 else f"it does not pay; {note}.")
+        assert "capture_network" not in advice.command
 
 
 def test_the_fastest_of_several_arms_wins():
@@ -250,14 +258,16 @@ def test_picture(tmp_path):
     ("words", "said"),
     [
         ("--seconds 0", "more than 0"),
-        ("seconds=soon", "invalid"),
+        ("seconds=soon", "'soon' is no time"),
         ("--json missing/x.json", "a folder that exists"),
-        ("json=.", "cannot be written"),
+        ("json=.", "cannot be written (it is a folder)"),
+        ("json=file/x.json", "cannot be written (Not a directory)"),
         ("picture=x.gif", ".png"),
     ],
 )
 def test_files_and_seconds_are_checked_first(capsys, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as end:
         why.main([*words.split(), "model=yolo26n.yaml"])
     assert end.value.code == 2 and said in capsys.readouterr().err

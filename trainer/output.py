@@ -1,0 +1,38 @@
+"""What commands print, and the files that they write: refused before the work, whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+def tell(text: str) -> None:
+    """Print ``text``. That its reader has gone away (``| head``) is no error, and changes no exit status."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes there
+
+
+def unwritable(path: Path) -> str | None:
+    """Return why ``path`` cannot become a file, or None. It tries, and leaves nothing behind; no folder is made."""
+    if path.is_dir():
+        return "it is a folder"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return None
+    except OSError as e:
+        return e.strerror or str(e)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``; an error leaves what was there before, and no draft."""
+    draft = path.with_name(path.name + ".part")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
