@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import golden_file, golden_runs
 from .golden_compare import DIFFERENT, Comparison, Tolerance, compare
 from .golden_file import FILE_NAME, GoldenError
+from .output import tell, unwritable
 
 SAME_STATUS, DIFFERENT_STATUS, ERROR_STATUS = 0, 1, 2
 
 RECORD_HELP = f"""Train with upstream's arguments, and ours, and write down what every step computes: losses as exact
 numbers, digests of weights, buffers, images, gradients, optimizer and EMA. The golden is {FILE_NAME} in the run folder.
-Recording changes no bit of the fit and slows it down. Exit status: 0, or 2 if there was no fit to record."""
+Recording changes no bit of the fit and slows it down. Exit status: 0, or 2 if there was no fit to record or it broke;
+one that broke is recorded as far as it came."""
 
 COMPARE_HELP = f"""Say whether two fits are the same. If not, say at which step and in which tensor they part first,
 and by how much. A and B are goldens or run folders; run folders that do not both hold {FILE_NAME} are compared by
@@ -36,14 +40,14 @@ def main(words: Sequence[str]) -> int:
             return record(rest, args.out, args.detail, args.stock)
         if rest:
             raise GoldenError(f"unknown argument '{rest[0]}': see yolo golden compare --help.")
-        comparison = compare_paths(args.a, args.b, args.tolerance)
+        comparison = compare_paths(args.a, args.b, args.tolerance, args.checkpoints)
     except GoldenError as e:
         return _fail(str(e), getattr(args, "json", False))
     except Exception as e:  # a script reads status 1 as "different"
         if args.command == "record":
             raise
         return _fail(f"{type(e).__name__}: {e}", args.json)
-    print(json.dumps(comparison.to_dict(), indent=1) if args.json else comparison.table())
+    tell(json.dumps(comparison.to_dict(), indent=1) if args.json else comparison.table())
     return DIFFERENT_STATUS if comparison.verdict == DIFFERENT else SAME_STATUS
 
 
@@ -57,11 +61,14 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
         stock: Train by upstream's own trainer, in a process that cannot import this package.
 
     Raises:
-        GoldenError: if the words do not train, or no fit was seen.
+        GoldenError: if the words do not train one fit in one process, or ``out`` cannot be written: before any work.
+            If no fit was seen, or it broke, which leaves a golden of what it computed: afterwards.
     """
     from . import golden_record
 
-    words = _training_words(words)
+    words = _training_words(words, stock)
+    if out and (reason := unwritable(out, folders=True)):
+        raise GoldenError(f"--out {out} cannot be written ({reason}): give a file.")
     if stock:
         script = Path(golden_record.__file__)
         command = [sys.executable, str(script), str(out or ""), detail, *words]
@@ -72,21 +79,32 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
     else:
         from .cli import main as yolo
 
-        with golden_record.recording(out, golden_record.parse_detail(detail)) as records:
-            yolo(words)
+        records = []
+        try:
+            with golden_record.recording(out, golden_record.parse_detail(detail)) as records:
+                yolo(words)
+        except Exception as e:  # what it says, as training does; the status is ours
+            traceback.print_exc()
+            raise GoldenError(f"the fit ended with {type(e).__name__}; what it said is above.") from e
+        finally:
+            for path in (Path(fit.trainer.save_dir) / FILE_NAME for fit in records):
+                tell(f"golden: {path}" + (f", {out}" if out else ""))
         seen = bool(records)
-        for fit in records:
-            print(f"golden: {Path(fit.trainer.save_dir) / FILE_NAME}" + (f", {out}" if out else ""))
     if not seen:
-        raise GoldenError("no fit was seen: several GPUs or data sets train in child processes; record one at a time.")
+        raise GoldenError("no fit was seen: it trained in child processes, or not at all.")
     return SAME_STATUS
 
 
-def compare_paths(a: Path, b: Path, tolerance: Tolerance | None = None) -> Comparison:
+def compare_paths(a: Path, b: Path, tolerance: Tolerance | None = None, checkpoints: bool = False) -> Comparison:
     """Compare two goldens or run folders.
 
+    Args:
+        tolerance: What goldens of unlike environments may differ by.
+        checkpoints: Whether to open the last checkpoints of run folders whose goldens part, too.
+
     Raises:
-        GoldenError: if one of them cannot be read, or they have nothing in common.
+        GoldenError: if one of them cannot be read, they have nothing in common, or a run folder's golden is of another
+            fit than its results.
     """
     for path in (a, b):
         if not path.exists():
@@ -96,16 +114,34 @@ def compare_paths(a: Path, b: Path, tolerance: Tolerance | None = None) -> Compa
     if folders and not all(path.is_file() for path in goldens):
         return golden_runs.compare_runs(a, b)
     for path in goldens:
-        if not path.is_file():
+        if not path.exists():
             raise GoldenError(f"{path.parent} has no {FILE_NAME}: record one, or compare it with another run folder.")
-    comparison = compare(golden_file.read(goldens[0]), golden_file.read(goldens[1]), tolerance)
-    if comparison.partings and folders:
-        comparison.checkpoint = golden_runs.last_checkpoints(a, b)
+    contents = [golden_file.read(path) for path in goldens]
+    for path, content in zip((a, b), contents, strict=True):
+        if path.is_dir() and content["fit"].get("results", found := golden_file.results_digest(path)) != found:
+            raise GoldenError(
+                f"{path}/results.csv is not of the fit that {FILE_NAME} was recorded of: another fit has trained there "
+                f"since, or went on. Record it again, or delete {path / FILE_NAME} to compare the folder's other files."
+            )
+    comparison = compare(*contents, tolerance)
+    if comparison.partings and folders and checkpoints:
+        try:
+            comparison.checkpoint = golden_runs.last_checkpoints(a, b)
+        except GoldenError as e:  # no reason to lose the answer
+            comparison.notes.append(str(e))
     return comparison
 
 
-def _training_words(words: Sequence[str]) -> list[str]:
-    from ultralytics.cfg import MODES
+def _training_words(words: Sequence[str], stock: bool) -> list[str]:
+    """Return the words of one training in one process.
+
+    Raises:
+        GoldenError: for anything else, as far as the words show it.
+    """
+    from ultralytics.cfg import MODES, TASKS, smart_value
+    from ultralytics.utils.torch_utils import parse_device
+
+    from detgraph.cfg import COMMAND_LINE_KEYS
 
     bare = [word.removeprefix("--") for word in words]
     modes = [word.removeprefix("mode=") for word in bare if word in MODES or word.startswith("mode=")]
@@ -113,6 +149,16 @@ def _training_words(words: Sequence[str]) -> list[str]:
         raise GoldenError(f"'{modes[0]}' is no training: write yolo golden record model=... data=...")
     if not words:
         raise GoldenError("nothing to train: write yolo golden record model=... data=...")
+    for word in words:
+        if word.startswith("--") and "=" not in word and word[2:] not in {*MODES, *TASKS}:
+            raise GoldenError(f"unknown option '{word}': see yolo golden record --help.")
+    pairs = {key.strip(): value.strip() for key, equals, value in (word.partition("=") for word in bare) if equals}
+    if stock and (ours := pairs.keys() & set(COMMAND_LINE_KEYS)):
+        raise GoldenError(f"{min(ours)} has no meaning for upstream's own loop: leave it out, or --stock.")
+    if isinstance(data := smart_value(pairs.get("data", "")), (list, tuple)):
+        raise GoldenError(f"several data sets train in child processes: record one at a time, as in data={data[0]}")
+    if len(devices := parse_device(pairs.get("device", "")).split(",")) > 1:
+        raise GoldenError(f"several GPUs train in child processes: record on one, as in device={devices[0]}")
     return list(words) if modes else ["train", *words]
 
 
@@ -129,8 +175,8 @@ def _tolerance(text: str) -> Tolerance:
         found = Tolerance(float(relative), int(steps))
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not RELATIVE:STEPS, as in 1e-3:3") from None
-    if not found.relative >= 0 or found.steps < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' needs RELATIVE of 0 or more and STEPS of 1 or more")
+    if not (0 <= found.relative < math.inf) or found.steps < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' needs a finite RELATIVE of 0 or more and STEPS of 1 or more")
     return found
 
 
@@ -169,6 +215,9 @@ def _parser() -> argparse.ArgumentParser:
     com.add_argument("a", type=Path, metavar="A", help="golden or run folder")
     com.add_argument("b", type=Path, metavar="B", help="golden or run folder")
     com.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    com.add_argument(
+        "--checkpoints", action="store_true", help="where goldens part, open the last.pt of both run folders, too"
+    )
     com.add_argument(
         "--tolerance",
         type=_tolerance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from .golden_file import PARTS, environment_differences
+from .golden_file import PARTS, GoldenError, environment_differences
 
 SAME, WITHIN, DIFFERENT = "same", "within tolerance", "different"
 
@@ -42,7 +42,7 @@ class Parting:
 
     def where(self) -> str:
         if self.step is None:
-            return "at the end"
+            return "at the end" if self.epoch is None else f"in epoch {self.epoch}"
         update = "" if self.update is None else f", optimizer step {self.update}"
         return f"at step {self.step} (epoch {self.epoch}{update})"
 
@@ -93,7 +93,12 @@ def compare(a: dict, b: dict, tolerance: Tolerance | None = None) -> Comparison:
     """Compare two goldens bit for bit; with a ``tolerance``, fits that part may still be within it.
 
     Environment, arguments, trainer and replay are noted where they differ; the numbers alone decide.
+
+    Raises:
+        GoldenError: if neither has a step.
     """
+    if not a["steps"] and not b["steps"]:
+        raise GoldenError(f"neither fit has a step to compare (A: {_end(a)}; B: {_end(b)}): record fits that train.")
     partings = [*_first_partings(a, b), *_at_the_end(a, b)]
     n, m = len(a["steps"]), len(b["steps"])
     updates = sum(step["update"] is not None for step in a["steps"])
@@ -111,7 +116,9 @@ def compare(a: dict, b: dict, tolerance: Tolerance | None = None) -> Comparison:
 
 
 def beyond(a: dict, b: dict, tolerance: Tolerance) -> str | None:
-    """Return the first loss that differs by more than ``tolerance`` allows, in words, or None."""
+    """Return what no tolerance allows, or the first loss that differs by more than it does, in words, or None."""
+    if (n := len(a["steps"])) != (m := len(b["steps"])) or _end(a) != _end(b):
+        return f"beyond any tolerance: {n} steps ({_end(a)}) and {m} ({_end(b)})"
     for i in range(tolerance.steps):
         losses = [golden["steps"][i].get("losses") if i < len(golden["steps"]) else None for golden in (a, b)]
         if None in losses or len(losses[0]) != len(losses[1]):
@@ -198,10 +205,11 @@ def _at_the_end(a: dict, b: dict) -> list[Parting]:
     found = []
     n, m = len(a["steps"]), len(b["steps"])
     if n != m:
-        found.append(Parting("length", min(n, m), how=f"{'A' if n < m else 'B'} ends here, the other goes on"))
-    if a["fit"]["ended"] != b["fit"]["ended"]:
-        ends = [golden["fit"]["ended"] or "ends well" for golden in (a, b)]
-        found.append(Parting("end", None, how=" and ".join(ends)))
+        following = (a if n > m else b)["steps"][min(n, m)]
+        how = f"{'A' if n < m else 'B'} ends here, the other goes on"
+        found.append(Parting("length", min(n, m), following["epoch"], following["update"], how=how))
+    if _end(a) != _end(b):
+        found.append(Parting("end", None, how=f"{_end(a)} and {_end(b)}"))
     for part in dict.fromkeys([*a["final"], *b["final"]]):
         if a["final"].get(part) != b["final"].get(part):
             found.append(Parting(f"final {part}", None))
@@ -210,7 +218,10 @@ def _at_the_end(a: dict, b: dict) -> list[Parting]:
 
 
 def _notes(a: dict, b: dict) -> list[str]:
-    notes = [f"environments differ in {line}" for line in environment_differences(a["environment"], b["environment"])]
+    notes = []
+    if a["fit"]["ended"] and b["fit"]["ended"]:
+        notes.append(f"neither fit reached its end: {_end(a)} and {_end(b)}")
+    notes += [f"environments differ in {line}" for line in environment_differences(a["environment"], b["environment"])]
     for key in dict.fromkeys([*a["arguments"], *b["arguments"]]):
         x, y = (golden["arguments"].get(key, "absent") for golden in (a, b))
         if x != y:
@@ -219,6 +230,10 @@ def _notes(a: dict, b: dict) -> list[str]:
         if a["fit"][key] != b["fit"][key]:
             notes.append(f"{key}: {a['fit'][key]} and {b['fit'][key]}")
     return notes
+
+
+def _end(golden: dict) -> str:
+    return golden["fit"]["ended"] or "ends well"
 
 
 def _relative(x: str, y: str) -> float:

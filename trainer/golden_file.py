@@ -8,6 +8,7 @@ SHA-256 over all the rest, so a file in which one bit has changed is refused.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import json
@@ -80,8 +81,12 @@ def write(content: dict, path: str | Path) -> None:
     head = {"format": FORMAT, "schema": SCHEMA}
     data = dump({**head, "seal": seal({**head, **rest}), **rest}).encode()
     part = path.with_name(path.name + ".part")
-    part.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
-    part.replace(path)
+    try:
+        part.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def read(path: str | Path) -> dict:
@@ -109,3 +114,23 @@ def read(path: str | Path) -> dict:
             f"its content has {found[:16]}; restore the file or {again}."
         )
     return content
+
+
+def read_results(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a results.csv without the time, which differs between any two fits.
+
+    Raises:
+        GoldenError: if it is no text.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [{(k or "").strip(): str(v or "").strip() for k, v in row.items()} for row in csv.DictReader(file)]
+    except (ValueError, csv.Error) as e:
+        raise GoldenError(f"{path} cannot be read as results of a fit: {e}.") from e
+    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
+
+
+def results_digest(folder: Path) -> str | None:
+    """Return a digest of what the results.csv of a run folder says, None without one."""
+    path = folder / "results.csv"
+    return hashlib.sha256(json.dumps(read_results(path)).encode()).hexdigest()[:16] if path.is_file() else None

@@ -12,6 +12,7 @@ import functools
 import importlib.abc
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -204,9 +205,10 @@ class FitRecord:
             },
             "fit": {
                 "trainer": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
-                "loop": "upstream" if getattr(trainer, "loop_state", None) is None else "lightning",
+                "loop": self._loop(),
                 "replayed": report.replayed if report else 0,
                 "ended": self._ended(error),
+                "results": golden_file.results_digest(Path(trainer.save_dir)),
             },
             "loss_names": self.loss_names,
             "final": self.final,
@@ -217,7 +219,14 @@ class FitRecord:
     def _ended(self, error: BaseException | None) -> str | None:
         if self.final:
             return None
-        return f"{type(error).__name__}: {error}" if error else "did not reach its end"
+        if error is None:
+            return "did not reach its end"
+        return re.sub(r"\x1b\[[0-9;]*m", "", " ".join(f"{type(error).__name__}: {error}".split()))
+
+    def _loop(self) -> str:
+        if self.device is None:
+            return "not begun"
+        return "upstream" if getattr(self.trainer, "loop_state", None) is None else "lightning"
 
     def write(self, out: str | Path | None = None, error: BaseException | None = None) -> list[Path]:
         """Write the golden into the run folder, and to ``out`` if given; returns the paths."""
@@ -275,9 +284,9 @@ def parse_detail(text: str) -> tuple[int, int]:
     Raises:
         ValueError: for any other text.
     """
-    first, colon, last = text.partition(":")
-    found = (int(first or 0), int(last) if last else sys.maxsize)
-    if not colon or found[0] < 0 or found[1] < found[0]:
+    match = re.fullmatch(r"(\d*):(\d*)", text)
+    found = (int(match[1] or 0), int(match[2] or sys.maxsize)) if match else (1, 0)
+    if found[1] < found[0]:
         raise ValueError(f"'{text}' is not FIRST:LAST")
     return found
 

@@ -7,13 +7,12 @@ opens them: compare only runs that you trust.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .golden_compare import DIFFERENT, SAME, Comparison, Parting
-from .golden_file import FILE_NAME, GoldenError
+from .golden_file import FILE_NAME, GoldenError, read_results
 
 CHECKPOINTS = ("weights/last.pt", "weights/best.pt")
 
@@ -28,6 +27,10 @@ def compare_runs(a: Path, b: Path) -> Comparison:
     results = [folder / "results.csv" for folder in (a, b)]
     if all(path.is_file() for path in results):
         rows = [read_results(path) for path in results]
+        if not any(rows):
+            raise GoldenError(
+                f"neither {results[0]} nor {results[1]} has an epoch to compare: train to the end of one."
+            )
         compared.append(f"results.csv ({len(rows[0])} epochs, as stored)")
         partings += _results_parting(*rows)
     for name in CHECKPOINTS:
@@ -46,6 +49,9 @@ def compare_runs(a: Path, b: Path) -> Comparison:
             "of upstream's, or record goldens (yolo golden record)."
         )
     notes = [f"no {FILE_NAME} in both folders: compared from the files, not from a step on"]
+    for name in ("results.csv", *CHECKPOINTS):
+        if (a / name).is_file() != (b / name).is_file():
+            notes.append(f"{name} is in {a if (a / name).is_file() else b} alone, and was not compared")
     return Comparison(DIFFERENT if partings else SAME, "by " + ", ".join(compared), partings, notes)
 
 
@@ -55,13 +61,6 @@ def last_checkpoints(a: Path, b: Path) -> dict | None:
     if not all(path.is_file() for path in files):
         return None
     return checkpoint_difference(*(checkpoint_tensors(path) for path in files))
-
-
-def read_results(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a results.csv without the time, which differs between any two fits."""
-    with path.open(newline="") as file:
-        rows = [{(k or "").strip(): (v or "").strip() for k, v in row.items()} for row in csv.DictReader(file)]
-    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
 def _results_parting(a: list[dict[str, str]], b: list[dict[str, str]]) -> list[Parting]:

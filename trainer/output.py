@@ -16,11 +16,13 @@ def tell(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes there
 
 
-def unwritable(path: Path) -> str | None:
-    """Return why ``path`` cannot become a file, or None. It tries, and leaves nothing behind; no folder is made."""
+def unwritable(path: Path, folders: bool = False) -> str | None:
+    """Return why ``path`` cannot become a file, or None. It tries, and leaves nothing but ``folders``, if asked for."""
     if path.is_dir():
         return "it is a folder"
     try:
+        if folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             return None
     except OSError as e:

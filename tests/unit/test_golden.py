@@ -93,6 +93,8 @@ def test_one_ulp_is_found_at_its_step_in_its_tensor(runs, capsys) -> None:
     assert (first["step"], first["epoch"], first["update"]) == (5, 1, 5)
     assert (first["name"], first["count"]) == (PARAMETER, 1)
     assert 0 < first["amount"] < 1e-7
+    assert found["checkpoint"] is None
+    _, found = answer(capsys, runs / "base", runs / "ulp", "--checkpoints")
     assert found["checkpoint"]["amount"] > 0 and found["checkpoint"]["tensor"].startswith("model.")
 
     assert golden.main(["compare", str(runs / "base"), str(runs / "ulp")]) == 1
@@ -106,6 +108,67 @@ def test_a_broken_fit_is_recorded_as_far_as_it_came(runs, capsys) -> None:
     assert "RuntimeError: injected" in found["partings"][1]["how"]
 
 
+def test_fits_that_broke_are_no_success(runs, base) -> None:
+    broken = golden_file.read(runs / "broken" / golden_file.FILE_NAME)
+    note = compare(broken, broken).notes[0]
+    assert note.startswith("neither fit reached its end: RuntimeError: injected")
+    assert compare(base, broken, Tolerance(1.0, 1)).verdict == DIFFERENT
+    never = {**broken, "steps": []}
+    assert compare(broken, never).verdict == DIFFERENT
+    with pytest.raises(golden_file.GoldenError, match="neither fit has a step"):
+        compare(never, never)
+
+
+def test_a_golden_of_another_fit_than_the_folders_is_refused(runs, tmp_path, capsys) -> None:
+    """A fit that is not recorded trains into a folder that holds an earlier fit's golden: exist_ok=True."""
+    shutil.copytree(runs / "base", tmp_path / "used")
+    assert answer(capsys, runs / "base", tmp_path / "used")[0] == 0
+    shutil.copy(runs / "seed" / "results.csv", tmp_path / "used")
+    status, found = answer(capsys, runs / "base", tmp_path / "used")
+    assert status == 2 and "another fit has trained there since" in found["message"]
+    (tmp_path / "used" / golden_file.FILE_NAME).unlink()
+    assert answer(capsys, runs / "base", tmp_path / "used")[0] == 1  # by its files
+
+
+def test_checkpoints_are_not_opened_unless_asked(runs, tmp_path, capsys) -> None:
+    shutil.copytree(runs / "seed", tmp_path / "cut")
+    (tmp_path / "cut" / "weights" / "last.pt").write_bytes(b"no pickle")
+    assert answer(capsys, runs / "base", tmp_path / "cut")[0] == 1
+    status, found = answer(capsys, runs / "base", tmp_path / "cut", "--checkpoints")
+    assert status == 1 and "cannot be opened as a checkpoint" in found["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "FOLDER", "model=x"], "cannot be written (it is a folder)"),
+        (["--out", "FOLDER/file/x.json", "model=x"], "cannot be written"),
+        (["--stock", "model=x", "capture_network=True"], "capture_network has no meaning for upstream's own loop"),
+        (["model=x", "--deatil", "0:4"], "unknown option '--deatil'"),
+        (["model=x", "data=['a.yaml', 'b.yaml']"], "as in data=a.yaml"),
+        (["model=x", "device=0,1"], "as in device=0"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_first(tmp_path, capsys, words, said) -> None:
+    (tmp_path / "file").touch()
+    assert golden.main(["record", *(word.replace("FOLDER", str(tmp_path)) for word in words)]) == 2
+    assert said in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("stock", [[], ["--stock"]])
+def test_a_fit_that_ends_with_an_error_has_status_2(tmp_path, stock) -> None:
+    done = yolo("golden", "record", *stock, "model=yolo26n.yaml", "data=missing.yaml", f"project={tmp_path}")
+    assert done.returncode == 2 and "missing.yaml" in done.stderr and "what it said is above" in done.stderr
+
+
+def test_a_reader_that_goes_away_changes_no_status(runs) -> None:
+    file = str(runs / "base" / golden_file.FILE_NAME)
+    command = [sys.executable, "-m", "detgraph.trainer", "golden", "compare", file, file]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
 @pytest.mark.parametrize("name", ["stock", "ulp", "broken"])
 def test_run_folders_without_goldens(runs, name, tmp_path, capsys) -> None:
     for side in ("base", name):
@@ -116,7 +179,9 @@ def test_run_folders_without_goldens(runs, name, tmp_path, capsys) -> None:
         return
     assert (status, found["verdict"]) == ((0, "same") if name == "stock" else (1, "different"))
     assert found["basis"].startswith("by results.csv (2 epochs") and "last.pt (708 tensors" in found["basis"]
-    assert "from the files, not from a step" in " ".join(found["notes"])
+    assert "from the files, not from a step" in found["notes"][0] and len(found["notes"]) == 1
+    (tmp_path / "base" / "weights" / "best.pt").unlink()
+    assert "weights/best.pt is in" in answer(capsys, tmp_path / "base", tmp_path / name)[1]["notes"][1]
     if name == "ulp":
         assert found["first"]["part"] == "results.csv" and found["first"]["epoch"] == 1
         assert found["partings"][-1]["part"] == "best.pt" and found["partings"][-1]["amount"] > 0
@@ -141,6 +206,11 @@ def test_errors_have_status_2(runs, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as usage:
         golden.main(["compare", str(file), str(file), "--tolerance", "little"])
     assert usage.value.code == 2
+    with pytest.raises(SystemExit):
+        golden.main(["compare", str(file), str(file), "--tolerance", "inf:3"])
+    with pytest.raises(SystemExit):
+        golden.main(["record", "--detail", "a:b", "model=yolo26n.yaml"])
+    assert "'a:b' is not FIRST:LAST, as in 0:100" in capsys.readouterr().err
     assert golden.main(["compare", str(file), str(file), "model=yolo26n.yaml"]) == 2
     assert golden.main(["record", "val", "model=yolo26n.yaml"]) == 2
     assert golden.main(["record"]) == 2
