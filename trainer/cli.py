@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from typing import Any
 
 from detgraph.cfg import (
@@ -30,6 +31,17 @@ COMMANDS = {
     "golden": "detgraph.trainer.golden:main",
     "why": "detgraph.trainer.why:main",
 }
+
+HELP = """
+    detgraph adds to the training of detectors (yolo cfg shows values and defaults):
+        yolo train model=yolo26n.yaml data=coco8.yaml batch=4 amp=bf16 capture_network=True
+
+    and the commands:
+        yolo why model=... data=...             where the time of such a fit goes, and what replay would bring
+        yolo golden record model=... data=...   train, and write down what every step computes
+        yolo golden compare A B                 say whether two fits are the same
+        yolo patches                            say whether patches and loop fit the installed upstream
+"""
 
 # Words at which upstream stops reading arguments and does something else; it accepts dashes, singulars and initials.
 _UPSTREAM_COMMANDS = ("checks", "version", "settings", "cfg", "login", "logout", "copy-cfg", "solutions", "help")
@@ -55,10 +67,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise SystemExit(status)
             return
         with ExitStack() as stack:
+            _refuse_misspelt(words)
             options, words, trains = read_command_line(words, stack)
             if trains:
                 _apply_patches(options)
             _run_upstream(words, options)
+            if not words or words[0].lstrip("-").lower() in ("help", "h"):
+                print(HELP)
     except (CaptureOptionError, PatchDriftError) as e:
         print(f"yolo: error: {e}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -137,12 +152,15 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
 
 def show_cfg(words: list[str]) -> None:
     """Print upstream's arguments with their defaults, then ours."""
-    _run_upstream(["cfg", *words], None)
+    with ExitStack() as stack:
+        _run_upstream(read_command_line(["cfg", *words], stack)[1], None)
     print(describe_options())
 
 
 def show_patches(words: list[str]) -> int:
     """Print the patch series and whether our loop follows the installed upstream's. Returns 1 on any drift, else 0."""
+    if words:
+        raise CaptureOptionError(f"'{words[0]}' has no meaning for yolo patches, which takes no words: leave it out.")
     from detgraph.patches import status
 
     from .upstream import loop_drift
@@ -158,6 +176,17 @@ def show_patches(words: list[str]) -> int:
     if drift:
         print(f"  drift:  {drift}")
     return int(bool(drift) or any(line.drift for line in lines))
+
+
+def _refuse_misspelt(words: Sequence[str]) -> None:
+    """Refuse a first word that upstream does not know either, where it looks like a command of ours."""
+    from ultralytics.cfg import DEFAULT_CFG_DICT, MODES, TASKS
+
+    word = words[0] if words else ""
+    if not word.isalpha() or word in {*MODES, *TASKS, *DEFAULT_CFG_DICT} or _is_upstream_command(word):
+        return
+    if meant := get_close_matches(word, COMMANDS, 1):
+        raise CaptureOptionError(f"'{word}' is no command. Did you mean yolo {meant[0]}?")
 
 
 def _apply_patches(options: CaptureOptions | None) -> None:

@@ -15,7 +15,7 @@ from detgraph import patches
 from detgraph.cfg import CaptureOptionError, CaptureOptions
 from detgraph.patches.route_train import ambient_options
 from detgraph.trainer import LightningDetectionTrainer
-from detgraph.trainer.cli import main, read_command_line
+from detgraph.trainer.cli import COMMANDS, main, read_command_line
 
 STOCK_TRAIN = Model.train
 ON, OFF, VERIFY = (CaptureOptions(capture_network=value) for value in (True, False, "verify"))
@@ -286,6 +286,30 @@ def test_upstream_is_told_that_it_runs_as_a_command_line(built, data, monkeypatc
         monkeypatch.setattr(sys, "argv", [program, "predict", "source=x"])
         main()
         assert seen.pop() == [expected, "predict", "source=x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("cfg capture_network=True", "capture_network"),
+        ("patches capture_network=True", "has no meaning for yolo patches"),
+        ("gloden compare a b", "Did you mean yolo golden?"),
+        ("wyh model=yolo26n.yaml", "Did you mean yolo why?"),
+    ],
+)
+def test_commands_refuse_what_is_not_theirs(capsys, line, said):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and said in err
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["--help"]])
+def test_help_names_our_commands_after_upstreams(capsys, logged, words):
+    main(words)
+    out = capsys.readouterr().out
+    assert any("yolo solutions help" in text for text in logged)
+    assert not [command for command in COMMANDS if f"yolo {command}" not in out]
 
 
 def test_yolo_cfg_prints_both_lists(capsys, logged):
