@@ -48,7 +48,7 @@ test-gpu: venv  ## the GPU tests; without a GPU they fail instead of skipping
 	DETGRAPH_REQUIRE_GPU=1 $(BIN)/pytest -m gpu
 
 bench: venv  ## time complete fits, arm against arm: ARMS, DATA, WORDS, PAIRS, WARMUP, BUDGET, RECORD, see docs/benchmarks.md
-	$(BIN)/python benchmarks/bench.py $(or $(RECORD),$(RUNS)/bench/bench.json) \
+	$(BIN)/python benchmarks/bench.py '$(or $(RECORD),$(RUNS)/bench/bench.json)' \
 		$(foreach arm,$(ARMS),--arm '$(arm)') $(if $(DATA),--data '$(DATA)') $(if $(PAIRS),--pairs $(PAIRS)) \
 		$(if $(WARMUP),--warmup $(WARMUP)) $(if $(BUDGET),--budget $(BUDGET)) -- $(WORDS)
 

@@ -219,8 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.epilog = f"Words after --, with their defaults: {WORDS}"
     args = parser.parse_args(argv[:split])
     args.words = argv[split + 1 :]
-    budget = Budget(args.budget)
     try:
+        budget = Budget(args.budget)
         record = begin(args)
     except Refused as error:
         print(f"accuracy: {error}", file=sys.stderr)

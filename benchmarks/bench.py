@@ -7,13 +7,14 @@ defaults. Rounds run every arm once, in order; the first --warmup rounds are dis
 every fit, and the same call goes on where the last one stopped. An arm that fails leaves its error in the record and
 sits out the rest. Without --data the embedded demo data set is drawn beside the record.
 
-Exit status: 0 complete, 1 complete but for a failed arm, 2 refused before any fit, 3 not complete yet.
+Exit status: 0 complete, 1 complete but for a failed arm, 2 refused before any fit, 3 not complete yet, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -41,12 +42,11 @@ from sittings import (
 
 ARMS = ("upstream:upstream", "eager:ours:capture_network=False", "replay:ours:capture_network=True")
 COMMON = "model=yolo26n.yaml optimizer=MuSGD pretrained=False plots=False seed=0"
-WORDS = f"{COMMON} imgsz=640 batch=4 nbs=4 amp=bf16 epochs=6 workers=4 cache=ram"
-DEMO_WORDS = {  # what a first look can wait for, with and without a GPU
-    True: f"{COMMON} imgsz=160 batch=8 nbs=8 amp=bf16 epochs=4 workers=0",
-    False: f"{COMMON} imgsz=64 batch=16 nbs=16 amp=False epochs=2 workers=0",
-}
+WORDS = f"{COMMON} imgsz=640 batch=4 nbs=4 amp=bf16 epochs=6 workers=4 cache=ram"  # the records were made with them
+DEMO_WORDS = f"{COMMON} imgsz=160 batch=8 nbs=8 amp=bf16 epochs=4 workers=0"  # what a first look can wait for
+CPU_WORDS = f"{COMMON} imgsz=64 batch=16 nbs=16 amp=False epochs=2 workers=0"  # and without a GPU, which bf16 needs
 ROUNDS = {True: (5, 2), False: (2, 1)}  # counted and discarded; without a GPU there is nothing to claim
+INTERRUPTED = 130
 NO_CUDA = "No CUDA device: replay needs CUDA, so an arm that asks for it trains eagerly. This tries the command only."
 
 
@@ -94,7 +94,11 @@ def measure(record: dict, path: Path, budget: Budget, run: Callable[[str, list[s
             fit = {"error": str(error)}
             print(f"  FAILED, the other arms go on: {str(error).splitlines()[-1]}", flush=True)
         record["rounds"][number][name] = fit
-        write_record(path, record)
+        try:
+            write_record(path, record)
+        except OSError as error:  # a full disk
+            print(f"  NOT WRITTEN, the record is what it was before this fit: {error}", flush=True)
+            return NOT_YET
     return FAILED if any("error" in fit for done in record["rounds"] for fit in done.values()) else COMPLETE
 
 
@@ -117,7 +121,7 @@ def begin(args: argparse.Namespace) -> dict:
         raise Refused("data= is given by --data")
     where = environment()
     cuda = bool(where["gpu"])
-    defaults = WORDS if args.data else DEMO_WORDS[cuda]
+    defaults = CPU_WORDS if not cuda else WORDS if args.data else DEMO_WORDS
     data = args.data or os.path.relpath(args.record.parent / "demo-data" / "data.yaml")
     words = lay_over([f"data={data}", *defaults.split()], args.words)
     check_arms(arms, words)
@@ -132,7 +136,10 @@ def begin(args: argparse.Namespace) -> dict:
     if not args.data:
         from detgraph.cfg.demo import draw_demo
 
-        draw_demo(Path(data).parent)
+        try:
+            draw_demo(Path(data).parent)
+        except OSError as error:
+            raise Refused(f"the demo data set cannot be drawn: {error}; give --data") from error
     print(f"arguments of all arms: {' '.join(words)}")
     print("\n".join(f"arm {name}: {' '.join(arm)}" for name, arm in arms.items()))
     if not cuda:
@@ -146,28 +153,41 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, help="JSON file to write or to go on with; the picture lies beside it")
     parser.add_argument("--arm", action="append", help=f"two or more; without it: {' '.join(ARMS)}")
-    parser.add_argument("--data", help="path of a data.yaml; without it the demo data set, with smaller defaults")
+    parser.add_argument("--data", help="path of a data.yaml; without it the demo data set")
     parser.add_argument("--pairs", type=int, help="counted rounds: 5, without a GPU 2")
     parser.add_argument("--warmup", type=int, help="discarded rounds before them: 2, without a GPU 1")
     parser.add_argument("--budget", type=float, help="seconds; no fit is started that is not expected to end in time")
     parser.add_argument("--retry", action="store_true", help="run the fits of failed arms again")
     parser.add_argument("--show", action="store_true", help="table and picture of the record as it is; runs nothing")
-    parser.epilog = f"Words after --, with their defaults: {WORDS}"
+    parser.epilog = f"Words after --, with their defaults: {WORDS}. Demo data: {DEMO_WORDS}. Without a GPU: {CPU_WORDS}"
     args = parser.parse_args(argv[:split])
     args.words = argv[split + 1 :]
-    budget = Budget(args.budget)
     try:
-        record = read_record(args.record) if args.show else begin(args)
+        budget = Budget(args.budget)
+        record = read_record(args.record, "bench") if args.show else begin(args)
+        status = COMPLETE if args.show else measure(record, args.record, budget, fresh_fit)
     except Refused as error:
         print(f"bench: {error}", file=sys.stderr)
         return REFUSED
-    status = COMPLETE if args.show else measure(record, args.record, budget, fresh_fit)
+    except KeyboardInterrupt:
+        print(f"\nbench: interrupted, the fit that ran is lost; {kept(args.record, INTERRUPTED)}", file=sys.stderr)
+        return INTERRUPTED
     print(f"\n{table(record)}\n")
     if counted(record):
-        print(f"picture: {picture(record, args.record.with_suffix('.png'))}")
-    print(f"record: {args.record}{'' if status != NOT_YET else '; NOT complete yet: the same call goes on with it'}")
+        try:
+            print(f"picture: {picture(record, args.record.with_suffix('.png'))}")
+        except OSError as error:
+            print(f"picture: none, it cannot be written ({error})")
+    print(kept(args.record, status))
     return status
 
 
+def kept(path: Path, status: int) -> str:
+    """Return where the record is, and whether the same call goes on with it."""
+    unfinished = "" if status in {COMPLETE, FAILED} else "; NOT complete yet: the same call goes on"
+    return f"record: {path if path.exists() else 'none yet, no fit has ended'}{unfinished}"
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it takes fit and folder along
     sys.exit(main())

@@ -325,9 +325,9 @@ def main() -> int:
     parser.add_argument("--imgsz", type=int, default=640)
     parser.add_argument("--budget", type=float, help="seconds; no case is started that is not expected to end in time")
     args = parser.parse_args()
-    budget = Budget(args.budget)
     LOGGER.setLevel("WARNING")
     try:
+        budget = Budget(args.budget)
         if not Path(args.data).is_file():
             raise Refused(f"{args.data}: no such file; give the path of a data.yaml")
         wanted, arms = cases(args.cases or []), read_options(args.arm)

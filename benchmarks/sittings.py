@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import datetime, timezone
 from difflib import get_close_matches
@@ -28,6 +29,7 @@ SET_HERE = (
     "cfg",
 )  # a fit of a measurement has a new folder and explicit words
 COMPLETE, FAILED, REFUSED, NOT_YET = range(4)  # exit status of the scripts
+NOTHING = "nothing"  # what a message says for a key that the other side lacks
 
 
 class Refused(ValueError):
@@ -43,11 +45,15 @@ class FitFailed(RuntimeError):
 
 def split_words(text: str) -> list[str]:
     """Return the ``key=value`` words of a comma-separated list; a comma inside a value, as in [0,1], splits nothing."""
-    words = [word for word in re.split(r",(?=\s*\w+=)", text) if word]
+    return _words(word.strip() for word in re.split(r",(?=\s*\w+=)", text) if word)
+
+
+def _words(texts: Iterable[str]) -> list[str]:
+    words = list(texts)
     for word in words:
-        if not re.match(r"\s*\w+=", word):
+        if not re.match(r"\w+=", word):
             raise Refused(f"'{word}' is no argument: write key=value")
-    return [word.strip() for word in words]
+    return words
 
 
 def read_arms(texts: Iterable[str]) -> dict[str, list[str]]:
@@ -72,8 +78,12 @@ def read_arms(texts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def lay_over(defaults: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Return the words of both; of two words with one key the last stands, at the place of the first."""
-    merged = {word.partition("=")[0]: word for word in (*defaults, *words)}
+    """Return the words of both; of two words with one key the last stands, at the place of the first.
+
+    Raises:
+        Refused: a word is not of the form ``key=value``.
+    """
+    merged = {word.partition("=")[0]: word for word in (*defaults, *_words(words))}
     return list(merged.values())
 
 
@@ -90,8 +100,10 @@ def check_arms(arms: dict[str, list[str]], words: list[str]) -> None:
     Raises:
         Refused: an unknown key, a value that is not allowed, a contradiction, or a key that the scripts set.
     """
+    import torch
     from ultralytics.cfg import get_cfg, parse_key_value_pair
     from ultralytics.utils import DEFAULT_CFG_DICT
+    from ultralytics.utils.checks import check_imgsz
 
     from detgraph.cfg import CaptureOptions, check_contradictions
 
@@ -105,7 +117,10 @@ def check_arms(arms: dict[str, list[str]], words: list[str]) -> None:
                 known = [*DEFAULT_CFG_DICT, *(capture_keys() if kind == "ours" else ())]
                 close = "".join(f" Did you mean {near}=...?" for near in get_close_matches(key, known, n=1))
                 raise Refused(f"'{key}' is no training argument of this kind of arm.{close}")
-            get_cfg(overrides=args)
+            checked = get_cfg(overrides=args)
+            check_imgsz(checked.imgsz, stride=1, max_dim=1)  # this and the next upstream leaves to the fit
+            if checked.amp == "bf16" and not torch.cuda.is_available():
+                raise Refused("amp=bf16 needs a CUDA device: give amp=False")
             check_contradictions(CaptureOptions.from_dict(ours), args)
         except (Exception, SystemExit) as error:  # upstream raises SyntaxError, TypeError, ValueError, or just exits
             reason = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip().split("\n\n")[0]
@@ -141,9 +156,15 @@ def run_fit(kind: str, words: list[str], folder: Path) -> dict:
 
 
 class Budget:
-    """The seconds that this sitting may take, counted from here; None means no limit."""
+    """The seconds that this sitting may take, counted from here; None means no limit.
+
+    Raises:
+        Refused: a number below 0, or none at all.
+    """
 
     def __init__(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds >= 0:
+            raise Refused(f"--budget {seconds:g}: give seconds, 0 or more")
         self.seconds, self.started = seconds, time.monotonic()
 
     def allows(self, expected: float | None) -> bool:
@@ -183,15 +204,23 @@ def sitting() -> dict[str, str]:
     return {"began": now, "processor": models[0] if models else platform.processor() or platform.machine()}
 
 
-def open_record(path: Path, **asked) -> dict:
-    """Return the record at ``path``, or a new one that holds ``asked`` and no sitting yet; nothing is written.
+def open_record(path: Path, script: str, **asked) -> dict:
+    """Return the record at ``path``, or a new one that holds ``asked`` and no sitting yet; no file is written.
 
     Raises:
-        Refused: the file is no record, or was begun with something else than ``asked``; each difference is named.
+        Refused: it cannot be written there, the file is no record of ``script``, or it was begun with something else
+            than ``asked``; each difference is named.
     """
-    record = read_record(path) if path.exists() else {**asked, "sittings": []}
-    found = [text for key, value in asked.items() for text in _differences(key, record.get(key), value)]
-    if found:
+    _check_name(path)
+    try:
+        with _draft(path) as draft:
+            draft.touch()
+    except OSError as error:
+        raise Refused(f"{path} cannot be written ({error}): name a file in a folder where you may write") from error
+    if not path.exists():
+        return {"script": script, **asked, "sittings": []}
+    record = read_record(path, script)
+    if found := [text for key, value in asked.items() for text in _differences(key, record.get(key), value)]:
         raise Refused(
             f"{path} was begun with something else, and one record is one measurement: {'; '.join(found)}. "
             "Name another file, or ask for what this one was begun with."
@@ -199,36 +228,63 @@ def open_record(path: Path, **asked) -> dict:
     return record
 
 
-def read_record(path: Path) -> dict:
-    """Return the record at ``path``.
+def read_record(path: Path, script: str) -> dict:
+    """Return the record of ``script`` at ``path``.
 
     Raises:
-        Refused: there is none, or the file is something else.
+        Refused: there is none, the file is something else, or another script's record.
     """
+    _check_name(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Refused(f"{path} cannot be read as a record ({error})") from error
     if not isinstance(record, dict) or "sittings" not in record:
         raise Refused(f"{path} is no record of these scripts: it has no 'sittings'")
+    if record.get("script") != script:
+        raise Refused(f"{path} is a record of {record.get('script')}.py: give {script}.py one of its own")
     return record
 
 
+def _check_name(path: Path) -> None:
+    if path.suffix != ".json":
+        raise Refused(f"record '{path}': give a name that ends in .json; .part and .png are its draft and its picture")
+
+
 def _differences(key: str, had: object, now: object) -> list[str]:
+    """Return a text for every key whose value in the record is not what it is now; words and arms have keys, too."""
+    if isinstance(had, list) and isinstance(now, list):
+        had, now = _by_key(had), _by_key(now)
     if isinstance(had, dict) and isinstance(now, dict):
         names = [*had, *(name for name in now if name not in had)]
-        return [text for name in names for text in _differences(f"{key}.{name}", had.get(name), now.get(name))]
-    if isinstance(had, list) and isinstance(now, list):
-        had, now = [x for x in had if x not in now] or had, [x for x in now if x not in had] or now
-    return [] if had == now else [f"{key} is {had}, now {now}"]
+        values = ((name, had.get(name, NOTHING), now.get(name, NOTHING)) for name in names)
+        return [text for name, *both in values for text in _differences(f"{key}.{name}", *both)]
+    had, now = (" ".join(value) if isinstance(value, list) else value for value in (had, now))
+    return [] if had == now else [f"{key} is {had} in the record, {now} now"]
+
+
+def _by_key(words: list[str]) -> dict[str, str]:
+    """Return the values by key of ``key=value`` words; an arm's first word has no key, it is the kind."""
+    pairs = (word.partition("=") for word in words)
+    return {key if equals else "kind": value if equals else key for key, equals, value in pairs}
+
+
+@contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """Give the draft of a record, in a folder that exists; whatever happens, no draft stays behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_record(path: Path, record: dict) -> None:
-    """Write ``record`` to ``path``; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(as_json(record) + "\n", encoding="utf-8")
-    part.replace(path)
+    """Write ``record`` to ``path``; the file appears whole or stays what it was."""
+    with _draft(path) as draft:
+        draft.write_text(as_json(record) + "\n", encoding="utf-8")
+        draft.replace(path)
 
 
 def as_json(value: object, depth: int = 0) -> str:

@@ -1,4 +1,7 @@
-"""The scripts that measure held-out accuracy and the map of the step: what is equal, refused, and told in a row."""
+"""The scripts that measure held-out accuracy and the map of the step: what is equal, refused, and told in a row.
+
+And what they share with `bench.py`: each reads its own records, budgets, and what a failed process leaves.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures import script, scripts  # noqa: F401 fixture
+from helpers import ROOT
 
 
 def job(metric=0.5, state="s", replayed=96, steps=100):
@@ -104,3 +108,29 @@ def test_map_takes_the_first_pictures_of_a_batch_with_their_labels():
     )
     first["img"] = None  # as the trainer does
     assert again["img"] is not None and next(iter(warm))["img"] is not None
+
+
+# What the scripts share -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["map", "accuracy"])
+def test_records_of_other_scripts_are_not_shown(other, capsys):
+    path = next((ROOT / "benchmarks" / "records").glob(f"{other}_*.json"))
+    assert script("bench").main([str(path), "--show"]) == 2
+    assert f"{path} is a record of {other}.py: give bench.py one of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "more"), [("bench", []), ("accuracy", ["data.yaml"]), ("map", ["data.yaml"])])
+def test_negative_budget_is_refused(name, more, tmp_path, capsys, monkeypatch):
+    words = [str(tmp_path / "r.json"), *more, "--budget", "-5"]
+    monkeypatch.setattr("sys.argv", [name, *words])
+    assert script(name).main() == 2
+    assert "--budget -5: give seconds, 0 or more" in capsys.readouterr().err
+
+
+def test_process_that_fails_leaves_the_end_of_its_output(tmp_path):
+    sittings, bad = script("sittings"), tmp_path / "bad.py"
+    bad.write_text("import sys\nprint('x' * 5000)\nraise SystemExit('cannot write ' + sys.argv[1])\n")
+    with pytest.raises(sittings.FitFailed) as caught:
+        sittings.run_script(str(bad), str(tmp_path / "out"), folder=tmp_path)
+    assert str(caught.value).endswith("cannot write RUN/out") and len(str(caught.value)) < 2200

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import cv2
 import pytest
 
 from fixtures import script, scripts  # noqa: F401 fixture
+from helpers import ROOT
 
 ARMS = {"upstream": ["upstream"], "eager": ["ours"], "replay": ["ours", "capture_network=True"]}
 WHERE = {"gpu": "GPU X", "torch": "2.11.0", "commit": "abc"}
@@ -98,6 +105,7 @@ def test_wrong_arms_are_refused(texts, message):
         ("x:ours:record_at_step=-1", "record_at_step=-1 is not allowed"),
         ("x:ours:batch=many", "batch=many"),
         ("x:ours:project=here", "project= is not for a measurement"),
+        ("x:ours:imgsz=abc", "imgsz=abc' is not a valid image size"),
     ],
 )
 def test_arguments_that_no_fit_would_take_are_refused_before_any(arm, message):
@@ -107,7 +115,23 @@ def test_arguments_that_no_fit_would_take_are_refused_before_any(arm, message):
 
 
 def test_words_replace_defaults():
-    assert script("sittings").lay_over(["a=1", "b=2"], ["b=3", "c=4"]) == ["a=1", "b=3", "c=4"]
+    sittings = script("sittings")
+    assert sittings.lay_over(["a=1", "b=2"], ["b=3", "c=4"]) == ["a=1", "b=3", "c=4"]
+    with pytest.raises(sittings.Refused, match="^'b' is no argument: write key=value$"):
+        sittings.lay_over(["a=1"], ["b"])
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_defaults_without_a_gpu_run_on_a_cpu(data, tmp_path, make_dataset, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a machine with a GPU, too
+    given = ["--data", str(make_dataset(tmp_path / "data", 2, 2))] if data else []
+    assert script("bench").main([str(tmp_path / "r.json"), *given, "--budget", "0"]) == 3
+    told = capsys.readouterr().out
+    assert "imgsz=64 batch=16 nbs=16 amp=False epochs=2 workers=0" in told and "record: none yet" in told
+    assert script("bench").main([str(tmp_path / "r.json"), *given, "--", "amp=bf16"]) == 2
+    assert "amp=bf16 needs a CUDA device: give amp=False" in capsys.readouterr().err
 
 
 # Records --------------------------------------------------------------------------------------------------------------
@@ -115,23 +139,64 @@ def test_words_replace_defaults():
 
 def test_record_goes_on_with_the_same_and_refuses_anything_else(tmp_path):
     sittings, path = script("sittings"), tmp_path / "r.json"
-    asked = {"arms": ARMS, "words": ["batch=4", "epochs=1"], "environment": WHERE}
+    asked = {"script": "bench", "arms": ARMS, "words": ["batch=4", "epochs=1"], "environment": WHERE}
     new = sittings.open_record(path, **asked)
     sittings.write_record(path, {**new, "rounds": [three()]})
     assert sittings.open_record(path, **asked)["rounds"] == [three()]
     before = path.read_bytes()
     for changed, message in [
-        ({"words": ["batch=8", "epochs=1"]}, r"words is \['batch=4'\], now \['batch=8'\]"),
-        ({"environment": {**WHERE, "torch": "2.12.0"}}, r"environment.torch is 2.11.0, now 2.12.0"),
-        ({"arms": {**ARMS, "more": ["ours"]}}, r"arms.more is None, now \['ours'\]"),
-        ({"arms": {**ARMS, "replay": ["ours", "capture_network=verify"]}}, "arms.replay"),
+        ({"words": ["epochs=1", "batch=8"]}, "words.batch is 4 in the record, 8 now"),
+        ({"words": [*asked["words"], "lr0=0.1"]}, "words.lr0 is nothing in the record, 0.1 now"),
+        ({"environment": {**WHERE, "torch": "2.12.0"}}, "environment.torch is 2.11.0 in the record, 2.12.0 now"),
+        ({"arms": {**ARMS, "more": ["ours", "a=1"]}}, "arms.more is nothing in the record, ours a=1 now"),
+        ({"arms": {**ARMS, "eager": ["upstream"]}}, "arms.eager.kind is ours in the record, upstream now"),
+        (
+            {"arms": {**ARMS, "replay": ["ours", "capture_network=verify"]}},
+            "arms.replay.capture_network is True in the record, verify now",
+        ),
     ]:
-        with pytest.raises(sittings.Refused, match=message):
+        with pytest.raises(sittings.Refused) as caught:
             sittings.open_record(path, **{**asked, **changed})
+        assert f"one measurement: {message}. Name" in str(caught.value)  # this and nothing else
     assert path.read_bytes() == before
     path.write_text("{}")
     with pytest.raises(sittings.Refused, match="no record of these scripts"):
         sittings.open_record(path, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("folder.json", "folder.json cannot be read as a record"),
+        ("file/r.json", "file/r.json cannot be written"),
+        ("drafted.json", "drafted.json cannot be written"),
+        ("r.png", "give a name that ends in .json"),
+        ("r.part", "give a name that ends in .json"),
+    ],
+)
+def test_record_that_cannot_be_written_is_refused_before_any_fit(name, message, tmp_path, make_dataset, capsys):
+    data = make_dataset(tmp_path / "data", 2, 2)
+    for folder in ("folder.json", "drafted.part"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    assert script("bench").main([str(tmp_path / name), "--data", str(data), "--", *TINY.split()]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and "fit 1 of" not in told.out and sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_full_disk_leaves_the_old_record_and_no_draft(tmp_path, capsys):
+    bench, path, draft = script("bench"), tmp_path / "r.json", tmp_path / "r.part"
+
+    def run(kind, words):
+        if path.exists():
+            draft.symlink_to("/dev/full")
+        return fit(10.0)
+
+    assert bench.measure(record(), path, script("sittings").Budget(None), run) == 3
+    assert len(json.loads(path.read_text())["rounds"][0]) == 1 and not draft.is_symlink()
+    assert "NOT WRITTEN" in capsys.readouterr().out
 
 
 def test_record_of_five_rounds_is_small_and_reads_back():
@@ -185,12 +250,11 @@ def test_failed_arm_is_told_and_the_others_go_on(tmp_path):
     assert len({line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")}) == 1
 
 
-def test_process_that_fails_leaves_the_end_of_its_output(tmp_path):
-    sittings, bad = script("sittings"), tmp_path / "bad.py"
-    bad.write_text("import sys\nprint('x' * 5000)\nraise SystemExit('cannot write ' + sys.argv[1])\n")
-    with pytest.raises(sittings.FitFailed) as caught:
-        sittings.run_script(str(bad), str(tmp_path / "out"), folder=tmp_path)
-    assert str(caught.value).endswith("cannot write RUN/out") and len(str(caught.value)) < 2200
+def test_make_hands_over_names_with_spaces():
+    command = ["make", "--no-print-directory", "-n", "bench", "RECORD=my job.json", "DATA=my data.yaml"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = shlex.split(told.replace("\\\n", " ")[told.index("benchmarks/bench.py") :])
+    assert words == ["benchmarks/bench.py", "my job.json", "--data", "my data.yaml", "--"]
 
 
 # Table and picture ----------------------------------------------------------------------------------------------------
@@ -260,5 +324,26 @@ def test_bench_runs_goes_on_and_shows(tmp_path, make_dataset, capsys, monkeypatc
     before = path.read_bytes()
     assert script("bench").main(words) == 0 and path.read_bytes() == before  # nothing was left to run
     assert script("bench").main([*words, "epochs=2"]) == 2
-    assert "epochs=1" in capsys.readouterr().err
+    assert "words.epochs is 1 in the record, 2 now" in capsys.readouterr().err
     assert script("bench").main([str(path), "--show"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_bench_takes_its_fit_along_and_says_how_to_go_on(number, tmp_path, make_dataset):
+    data, temporary = make_dataset(tmp_path / "data", 10, 2), tmp_path / "tmp"
+    temporary.mkdir()
+    words = ["r.json", "--data", str(data), "--", *TINY.split(), "epochs=1000"]
+    command, told = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), *words], tmp_path / "err"
+    env, end = {**os.environ, "TMPDIR": str(temporary)}, time.monotonic() + 60
+    with told.open("w") as err, subprocess.Popen(command, cwd=tmp_path, env=env, stdout=err, stderr=err) as bench:
+        while not list(temporary.glob("tmp*/*")) and time.monotonic() < end:  # the fit's own folder
+            time.sleep(0.1)
+        fits = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+        bench.send_signal(number)
+    alive = [pid for pid in fits if Path(f"/proc/{pid}").exists()]
+    for pid in alive:  # a test that fails leaves nothing behind either
+        os.kill(int(pid), signal.SIGKILL)
+    last = told.read_text().partition("no estimate yet")[2].strip()
+    assert bench.returncode == 130 and "\n" not in last and last.endswith("the same call goes on")
+    assert fits and not alive and not list(temporary.glob("tmp*/"))
