@@ -104,6 +104,46 @@ def smaller_batches(perturb: Perturb, epoch: int) -> None:
     perturb.on("on_train_epoch_start", replace)
 
 
+def plain_loader(perturb: Perturb) -> None:
+    """Training batches come from torch's own loader, which draws a seed each time it is iterated."""
+    import torch
+    from ultralytics.models.yolo.detect import DetectionTrainer
+
+    original = DetectionTrainer.get_dataloader
+
+    def get_dataloader(self, dataset_path, batch_size=16, rank=0, mode="train"):
+        loader = original(self, dataset_path, batch_size, rank, mode)
+        if mode != "train":
+            return loader
+        data = loader.dataset
+        return torch.utils.data.DataLoader(data, batch_size, shuffle=True, collate_fn=data.collate_fn)
+
+    perturb.replace(DetectionTrainer, "get_dataloader", get_dataloader)
+
+
+def half_bright_loss(perturb: Perturb) -> None:
+    """The model's loss is replaced on its class by one that sees darker pictures."""
+    from ultralytics.nn.tasks import DetectionModel
+
+    original = DetectionModel.loss
+
+    def loss(self, batch, preds=None):
+        if preds is None:
+            batch = {**batch, "img": batch["img"] * 0.5}
+        return original(self, batch, preds)
+
+    perturb.replace(DetectionModel, "loss", loss)
+
+
+def set_at_start(perturb: Perturb, name: str, value: int) -> None:
+    """A callback sets an attribute of the trainer, or of its arguments, when the training starts."""
+
+    def settle(trainer):
+        setattr(trainer.args if hasattr(trainer.args, name) else trainer, name, value)
+
+    perturb.on("on_train_start", settle)
+
+
 def out_of_memory(perturb: Perturb, call: int) -> None:
     """The objective raises out-of-memory at its n-th call, after the network's forward."""
     from ultralytics.utils.loss import E2ELoss

@@ -50,12 +50,20 @@ def split_blocker(model: nn.Module) -> str | None:
     model = unwrap_model(model)
     if type(model) is not DetectionModel:
         return f"model class {type(model).__qualname__} is not upstream's DetectionModel"
+    if replaced := [name for name in REPLACEABLE_METHODS if not _is_upstreams(getattr(DetectionModel, name))]:
+        return f"the model's {replaced[0]}() was replaced on its class"
     attributes = vars(model)
     if replaced := [name for name in REPLACEABLE_METHODS if name in attributes]:
         return f"the model's {replaced[0]}() was replaced on the instance"
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
         return "a hook is registered on the model itself"
     return None
+
+
+def _is_upstreams(method: object) -> bool:
+    """Return whether a method of the model's class is of upstream's own source, whoever was imported first."""
+    code = getattr(method, "__code__", None)  # a wrapper may carry the name of what it wraps, but not its code
+    return code is not None and code.co_filename == DetectionModel.__init__.__code__.co_filename
 
 
 def _device_blocker(trainer: LightningDetectionTrainer) -> str | None:

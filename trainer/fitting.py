@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,19 @@ if TYPE_CHECKING:
 # Variables of these families would change what a Trainer is (defaults, cluster, ranks).
 HOSTILE_PREFIXES = ("PL_", "SLURM_", "LSB_", "TORCHELASTIC_", "KUBERNETES_", "XRT_")
 HOSTILE_NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-QUIET_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+# Once its older package is imported, too, Lightning speaks under that one's name.
+QUIET_LOGGERS = (
+    "lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero",
+    "pytorch_lightning", "pytorch_lightning.utilities.rank_zero",
+)  # fmt: skip
 
 
 class LoopError(Exception):
-    """Carries an exception that Lightning's loop would misread (``StopIteration``) out of the fit, as its cause."""
+    """Carries an exception that Lightning would misread out of the fit, as its cause.
+
+    It would end an epoch for a ``StopIteration``, and turn a ``KeyboardInterrupt`` into an exit, with a call that only
+    the main thread may make.
+    """
 
 
 def _import_lightning() -> None:
@@ -174,20 +182,32 @@ def follow_length(trainer: pl.Trainer, batches: Sized) -> None:
 def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:
     """Run ``module`` over ``batches``, epoch after epoch, until it stops itself; return the Lightning trainer.
 
-    ``batches`` is sized and iterated anew each epoch. Exceptions from any hook leave unchanged: a
-    ``KeyboardInterrupt`` as such (Lightning would turn it into an exit), the cause of a ``LoopError`` as itself.
+    ``batches`` is sized and iterated anew each epoch. Exceptions from any hook leave unchanged, those that a
+    ``LoopError`` carries with the cause and the context that they had.
     Signal handlers, warning formatter, log levels and environment are afterwards as before.
     """
     with neutral_environment(), quiet_lightning():
         trainer = build_trainer(device, callbacks)
+    trainer.fit_loop.run = carrying(trainer.fit_loop.run)
+    carried: BaseException | None = None
     with quiet_lightning(), own_signals() as handlers:
         module.signal_handlers = handlers
         try:
             trainer.fit(module, train_dataloaders=batches)
-        except SystemExit as exit_request:
-            if isinstance(exit_request.__context__, KeyboardInterrupt):
-                raise exit_request.__context__ from None
-            raise
         except LoopError as error:
-            raise error.__cause__ from None
+            carried = error.__cause__
+    if carried is not None:  # raised outside of the handler, which would become its context
+        raise carried
     return trainer
+
+
+def carrying(run: Callable[[], None]) -> Callable[[], None]:
+    """Return ``run`` with interrupts and exits carried out of it by a ``LoopError``."""
+
+    def carried() -> None:
+        try:
+            run()
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise LoopError("an end of the program, asked for in the loop") from error
+
+    return carried

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ultralytics.engine import trainer as engine  # names of its own that a program may replace, such as TQDM
 from ultralytics.models.yolo.detect import DetectionTrainer
-from ultralytics.utils import DEFAULT_CFG, LOGGER, RANK, TQDM
+from ultralytics.utils import DEFAULT_CFG, LOGGER, RANK
 
 from detgraph.cfg import (
     COMMAND_LINE_KEYS,
@@ -61,13 +62,13 @@ class LoopState:
 class EpochBatches:
     """Upstream's train loader under its progress bar, as the sized iterable that Lightning wants.
 
-    Iterating starts an epoch and touches the loader only at the first batch, so it may be reset before. ``finish``
-    ends the epoch the way a ``for`` loop would: run out after the last batch, closed after an early stop.
+    ``begin`` iterates the loader and shows the bar; Lightning may have begun to iterate before, which touches neither.
+    ``finish`` ends the epoch the way a ``for`` loop would: run out after the last batch, closed after an early stop.
     """
 
     def __init__(self, trainer: DetectionTrainer) -> None:
         self.trainer = trainer
-        self.bar: TQDM | None = None
+        self.bar: engine.TQDM | None = None
         self._epoch: Iterator | None = None
 
     def __len__(self) -> int:
@@ -77,8 +78,10 @@ class EpochBatches:
         self._epoch = self._run()
         return self._epoch
 
+    def begin(self) -> None:
+        self.bar = engine.TQDM(enumerate(self.trainer.train_loader), total=self.trainer.loop_state.batches)
+
     def _run(self) -> Iterator:
-        self.bar = TQDM(enumerate(self.trainer.train_loader), total=self.trainer.loop_state.batches)
         for _, batch in self.bar:
             yield batch
 
@@ -152,13 +155,7 @@ class LightningDetectionTrainer(DetectionTrainer):
     def _begin(self) -> LoopState:
         """What upstream does between set-up and the first epoch."""
         batches = len(self.train_loader)
-        state = LoopState(
-            epoch=self.start_epoch,
-            batches=batches,
-            warmup=self._get_warmup_iterations(batches),
-            accumulate=self.accumulate,
-            mosaic_closed=not self.args.close_mosaic,
-        )
+        warmup, accumulate = self._get_warmup_iterations(batches), self.accumulate
         self.epoch_time = None
         self.epoch_time_start = self.train_time_start = time.time()
         self.run_callbacks("on_train_start")
@@ -166,6 +163,13 @@ class LightningDetectionTrainer(DetectionTrainer):
         if self.args.close_mosaic:  # plot the first batches without mosaic, too
             first = (self.epochs - self.args.close_mosaic) * batches
             self.plot_idx.extend(range(first, first + 3))
+        state = LoopState(  # the callback may have set another epoch or close_mosaic; the rest upstream reads before it
+            epoch=self.start_epoch,
+            batches=batches,
+            warmup=warmup,
+            accumulate=accumulate,
+            mosaic_closed=not self.args.close_mosaic,
+        )
         self.optimizer.zero_grad()
         self._oom_retries = 0
         return state

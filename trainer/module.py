@@ -14,8 +14,9 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from ultralytics.engine import trainer as engine
 from ultralytics.utils import LOGGER
-from ultralytics.utils.torch_utils import autocast, unwrap_model
+from ultralytics.utils.torch_utils import unwrap_model
 
 from .eligibility import split_blocker
 from .fitting import LoopError, follow_length, restore_signals
@@ -71,6 +72,7 @@ class DetectionModule(pl.LightningModule):
         self.stopped_early = False
         self.timed_out = False
         self.signal_handlers: dict = {}
+        self.anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a plain attribute: torch would look for weights in it, at each of Lightning's some forty a batch."""
@@ -89,6 +91,7 @@ class DetectionModule(pl.LightningModule):
 
     def on_train_start(self) -> None:
         restore_signals(self.signal_handlers)  # Lightning has just installed its own
+        torch.set_anomaly_enabled(*self.anomaly)  # and set this by half of what there was
 
     # One epoch --------------------------------------------------------------------------------------------------
 
@@ -101,12 +104,15 @@ class DetectionModule(pl.LightningModule):
             warnings.simplefilter("ignore")  # the order of scheduler and optimizer step is upstream's
             t.scheduler.step()
         t._model_train()
+        first = enumerate(t.train_loader)  # as upstream does, twice an epoch: a loader may draw its seed at each
         if not state.mosaic_closed and state.epoch >= t.epochs - t.args.close_mosaic:
             state.mosaic_closed = True
             t._close_dataloader_mosaic()
             t.train_loader.reset()  # persistent workers hold a copy of the data set
         if t.loss_names:
             LOGGER.info(t.progress_string())
+        self.batches.begin()
+        del first
         t.tloss = None
         self.stopped_early = self.timed_out = False
         follow_length(self.trainer, self.batches)
@@ -133,7 +139,7 @@ class DetectionModule(pl.LightningModule):
         t = self.upstream
         if t.network_step.model is not t.model:
             t.follow_model()
-        with autocast(torch.bfloat16 if t.args.amp == "bf16" else t.amp, device=t.device.type):
+        with engine.autocast(torch.bfloat16 if t.args.amp == "bf16" else t.amp, device=t.device.type):
             batch = self.batch = t.preprocess_batch(batch)
             if blocker := split_blocker(t.model):
                 loss, t.loss_items = t.network_step.whole(batch, blocker)

@@ -15,6 +15,7 @@ from functools import cache
 
 from ultralytics import __version__ as upstream_version
 from ultralytics.engine.trainer import BaseTrainer
+from ultralytics.models.yolo.detect import DetectionTrainer
 
 from detgraph.patches import fingerprint
 
@@ -34,8 +35,13 @@ def loop_fingerprint() -> str:
 
 def loop_drift() -> str | None:
     """Return why our loop may not stand in for the installed upstream's, or None when it may."""
-    if loop_fingerprint() in KNOWN_LOOPS:
-        return None
+    if "_do_train" in vars(DetectionTrainer):
+        return "DetectionTrainer has a training loop of its own, put there by this program, which runs"
+    try:
+        if loop_fingerprint() in KNOWN_LOOPS:
+            return None
+    except OSError:  # as in a frozen application
+        return "the source of upstream's training loop cannot be read, so that loop itself runs"
     known = ", ".join(f"{first} to {last}" for first, last in KNOWN_LOOPS.values())
     return (
         f"the training loop of ultralytics {upstream_version} differs from the one that detgraph follows "

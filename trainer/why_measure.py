@@ -65,6 +65,7 @@ class EndlessBatches(EpochBatches):
                     if batch is None:
                         break
                     yield batch
+            self.begin()
 
 
 @dataclass

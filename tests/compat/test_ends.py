@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import ultralytics
 from ultralytics.models.yolo.detect import DetectionTrainer
 
@@ -149,6 +151,65 @@ def test_an_error_in_a_callback_reaches_the_caller(error, fit_args) -> None:
         again = Replaying(overrides={**fit_args, "capture_network": True, "epochs": 1})
         again.train()
         assert again.capture_report.replayed > 0 and again.last.exists()
+
+
+def test_a_stop_button_in_a_thread_reaches_it(fit_args) -> None:
+    """Only the main thread may touch signals."""
+    raised, caught = KeyboardInterrupt("stop button"), []
+
+    def stop(trainer):
+        raise raised
+
+    def run():
+        trainer = Replaying(overrides=fit_args)
+        trainer.add_callback("on_train_batch_end", stop)
+        try:
+            trainer.train()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert caught == [raised]
+
+
+def test_anomaly_mode_that_ignores_nan_stays_so(fit_args) -> None:
+    seen = []
+    trainer = Replaying(overrides={**fit_args, "epochs": 1})
+    trainer.add_callback("on_train_batch_end", lambda trainer: seen.append(torch.is_anomaly_check_nan_enabled()))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        trainer.train()
+    assert seen and not any(seen)
+
+
+def test_an_exit_after_an_interrupt_is_an_exit(fit_args) -> None:
+    def leave(trainer):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise SystemExit(3) from None
+
+    trainer = Replaying(overrides=fit_args)
+    trainer.add_callback("on_train_batch_end", leave)
+    with pytest.raises(SystemExit) as caught:
+        trainer.train()
+    assert caught.value.code == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopIteration])
+def test_an_error_keeps_its_cause_and_context(error, fit_args) -> None:
+    def stop(trainer):
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as first:
+            raise error("injected") from first
+
+    trainer = Replaying(overrides=fit_args)
+    trainer.add_callback("on_train_batch_end", stop)
+    with pytest.raises(error) as caught:
+        trainer.train()
+    assert type(caught.value.__cause__) is type(caught.value.__context__) is ZeroDivisionError
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,9 @@ CASES = [
     Case("nan_weight", {"epochs": 3}, [["nan_weight", {"epoch": 1}]]),
     Case("other_loader", {"epochs": 3}, [["smaller_batches", {"epoch": 1}]]),
     Case("other_loader_at_once", {}, [["smaller_batches", {"epoch": 0}]], replays=False),
+    Case("plain_loader", {}, [["plain_loader", {}]]),
+    Case("close_mosaic_late", {}, [["set_at_start", {"name": "close_mosaic", "value": 1}]]),
+    Case("start_epoch_late", {"epochs": 3}, [["set_at_start", {"name": "start_epoch", "value": 1}]]),
     Case("out_of_memory", {"batch": 4}, [["out_of_memory", {"call": 1}]], "eight"),
     Case("out_of_memory_late", {"batch": 4}, [["out_of_memory", {"call": 2}]], "eight"),
     Case("out_of_memory_second_epoch", {"batch": 4}, [["out_of_memory", {"call": 4}]], "eight", fails=True),
@@ -103,6 +106,14 @@ def test_same_bytes_as_upstream(case: Case, small_data, stock_arm, our_arm, emul
         assert steps["replayed"] > 0 and steps["recordings"] == steps["eager"]["step that was recorded"]
     else:
         assert steps["replayed"] == 0 and "only MuSGD orthogonalizes" in steps["blocked"]
+
+
+def test_a_loss_replaced_on_the_class_is_the_one_that_trains(small_data, stock_arm, our_arm, emulated_arm) -> None:
+    args = {**BASE, "data": small_data["six"], "epochs": 1}
+    perturb = [["half_bright_loss", {}]]
+    stock, ours, emulated = fits([(arm, args) for arm in (stock_arm, our_arm, emulated_arm)], perturb)
+    assert not differences(stock, ours) and not differences(stock, emulated)
+    assert emulated["report"]["blocked"] == "the model's loss() was replaced on its class"
 
 
 def test_importing_lightning_does_not_move_the_generators(small_data, stock_arm) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ultralytics.engine.trainer import BaseTrainer
+from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import LOGGER, checks, downloads
 
 from detgraph.trainer import LightningDetectionTrainer, upstream
@@ -49,6 +50,19 @@ def test_another_loop_is_drift_and_upstream_runs_its_own(monkeypatch, make_datas
     assert seen == [LightningDetectionTrainer]
     assert len([line for line in records if "is not in force" in line and "8.4.183" in line]) == 1
     assert trainer.capture_report.blocked == drift
+
+
+def test_a_loop_without_source_is_drift(monkeypatch) -> None:
+    """As in a frozen application, which has no .py files."""
+    names = {}
+    exec("def _do_train(self): pass", names)
+    monkeypatch.setattr(BaseTrainer, "_do_train", names["_do_train"])
+    assert "cannot be read" in upstream.loop_drift()
+
+
+def test_a_loop_of_the_detection_trainers_own_is_drift(monkeypatch) -> None:
+    monkeypatch.setattr(DetectionTrainer, "_do_train", lambda self: None, raising=False)
+    assert "a training loop of its own" in upstream.loop_drift()
 
 
 @pytest.mark.parametrize("marker", [upstream.LOG_START, upstream.LOG_OUT_OF_MEMORY, upstream.LOG_COMPLETED])
