@@ -309,3 +309,17 @@ def test_an_error_is_the_last_word(tiny, tmp_path) -> None:
         last[kind] = status, lines[-1], re.split(r"[\r\n]+", written.strip())[-1]
     assert last["stock"] == last["ours"]
     assert last["ours"][0] == 1 and last["ours"][2].startswith("RuntimeError: bfloat16 autocast requires CUDA")
+
+
+def test_lightning_is_quiet_under_its_older_name_too(tiny, tmp_path) -> None:
+    """Its older package, imported after it, is the name that it speaks under from then on."""
+    pytest.importorskip("pytorch_lightning")
+    args = {**FIT, "epochs": 1, "data": tiny["some"], "project": str(tmp_path)}
+    code = f"""
+from detgraph.trainer import YOLO
+YOLO("yolo26n.yaml").train(**{args!r})
+import pytorch_lightning
+YOLO("yolo26n.yaml").train(**{args!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "available" not in done.stdout + done.stderr, done.stderr
