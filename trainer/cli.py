@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise SystemExit(status)
             return
         with ExitStack() as stack:
-            _refuse_misspelt(words)
             options, words, trains = read_command_line(words, stack)
             if trains:
                 _apply_patches(options)
@@ -137,6 +136,9 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
         elif isinstance(DEFAULT_CFG_DICT.get(key), bool):
             theirs[key] = True  # a bare `compile` switches it on
         else:
+            first = word is merged[0] and word.isalpha() and key not in DEFAULT_CFG_DICT
+            if meant := get_close_matches(key, COMMANDS, 1) if first else []:
+                raise CaptureOptionError(f"'{word}' is no command. Did you mean yolo {meant[0]}?")
             split_options({key: None}, known, python=False)
 
     mode = "track" if theirs.get("task") == "track" else theirs.get("mode") or DEFAULT_CFG.mode or "predict"
@@ -176,17 +178,6 @@ def show_patches(words: list[str]) -> int:
     if drift:
         print(f"  drift:  {drift}")
     return int(bool(drift) or any(line.drift for line in lines))
-
-
-def _refuse_misspelt(words: Sequence[str]) -> None:
-    """Refuse a first word that upstream does not know either, where it looks like a command of ours."""
-    from ultralytics.cfg import DEFAULT_CFG_DICT, MODES, TASKS
-
-    word = words[0] if words else ""
-    if not word.isalpha() or word in {*MODES, *TASKS, *DEFAULT_CFG_DICT} or _is_upstream_command(word):
-        return
-    if meant := get_close_matches(word, COMMANDS, 1):
-        raise CaptureOptionError(f"'{word}' is no command. Did you mean yolo {meant[0]}?")
 
 
 def _apply_patches(options: CaptureOptions | None) -> None:

@@ -144,7 +144,6 @@ def build_trainer(device: torch.device, callbacks: list[pl.Callback]) -> pl.Trai
         enable_autolog_hparams=False,
         use_distributed_sampler=False,
         inference_mode=False,
-        detect_anomaly=torch.is_anomaly_enabled(),
     )
 
 

@@ -81,7 +81,7 @@ def write(content: dict, path: str | Path) -> None:
     head = {"format": FORMAT, "schema": SCHEMA}
     data = dump({**head, "seal": seal({**head, **rest}), **rest}).encode()
     part = path.with_name(path.name + ".part")
-    try:
+    try:  # as output.write_whole, which the process of a stock fit cannot import
         part.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
         part.replace(path)
     except BaseException:

@@ -91,7 +91,7 @@ class DetectionModule(pl.LightningModule):
 
     def on_train_start(self) -> None:
         restore_signals(self.signal_handlers)  # Lightning has just installed its own
-        torch.set_anomaly_enabled(*self.anomaly)  # and set this by half of what there was
+        torch.set_anomaly_enabled(*self.anomaly)  # and switched this off
 
     # One epoch --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def autocast_remains(device: torch.device) -> bool:
 
 @dataclass
 class Observed:
-    """What a recording of the step needs. ``begin`` notes it before the forward, ``forward`` and ``listen`` the rest.
+    """What a recording of the step needs: ``begin`` notes it before the forward, ``listen`` what the backward sends.
 
     Attributes:
         view: the network as tensors in, tensors out.
@@ -71,7 +71,7 @@ class Observed:
         ]
 
     def complete(self) -> bool:
-        """Stop listening; return whether a backward has come by. Without one nothing can be recorded yet."""
+        """Return whether a backward has come by, and stop listening then. Without one nothing can be recorded."""
         if all(gradient is None for gradient in self.incoming):
             return False
         for handle in self._handles:

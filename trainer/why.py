@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +36,7 @@ from .eligibility import loop_blocker
 from .loop import BatchTooLarge, LightningDetectionTrainer
 from .output import tell, unwritable, write_whole
 from .report import environment
-from .why_report import Arm, Look, command
+from .why_report import Look, command
 from .why_show import draw, table
 
 ERROR_STATUS = 2
@@ -95,13 +95,15 @@ class LookTrainer(LightningDetectionTrainer):
         try:
             self._set_up()
             fit = self._describe()
-            arms = self._look(look)
+            arms = look(self, self.seconds, _tell)
         except BatchTooLarge:
             smaller = {"batch": max(self.batch_size // 2, 1)}
             raise LookError(
                 f"batch={self.batch_size} does not fit into the device's memory; training would go on with half of it. "
                 f"Look at that: {command(self.words, smaller, 'why')}"
             ) from None
+        except RuntimeError as e:  # such as amp=bf16 on a CPU
+            raise LookError(f"a step of this fit fails, as it would in training: {_told(e)}") from e
         finally:
             self._leave_nothing(begun)
         raise Looked(Look(list(self.words), fit, environment(), arms))
@@ -112,14 +114,6 @@ class LookTrainer(LightningDetectionTrainer):
         except (ValueError, TypeError, OSError, RuntimeError) as e:  # checked late: sizes, optimizer, pictures
             raise LookError(_told(e)) from e
 
-    def _look(self, look: Callable[..., list[Arm]]) -> list[Arm]:
-        try:
-            return look(self, self.seconds, _tell)
-        except BatchTooLarge:
-            raise
-        except RuntimeError as e:  # such as amp=bf16 on a CPU
-            raise LookError(f"a step of this fit fails, as it would in training: {_told(e)}") from e
-
     def _describe(self) -> dict:
         """Return what was set up, where that is more than the words say."""
         args, loader = self.args, self.train_loader
@@ -128,7 +122,7 @@ class LookTrainer(LightningDetectionTrainer):
             "model": Path(str(args.model)).name,
             "data": str(args.data),
             "device": str(self.device),
-            "batch": min(self.batch_size, len(loader.dataset)),
+            "batch": loader.batch_size,
             "imgsz": args.imgsz,
             "precision": precision,
             "optimizer": type(self.optimizer).__name__,
