@@ -62,7 +62,10 @@ class NetworkView:
         self._features: list[Tensor] = []
 
     def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
-        predictions = self.model.predict(images)
+        return self.flatten(self.model.predict(images))
+
+    def flatten(self, predictions: object) -> tuple[Tensor, ...]:
+        """Return what a call returns, of predictions that the model has made."""
         layout = _layout(predictions)
         if layout != self.layout:
             self.layout = layout

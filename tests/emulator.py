@@ -13,7 +13,7 @@ recording runs the network for real and so moves buffers and generators. What wo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -42,6 +42,11 @@ class EmulatedMemory(Memory, TorchDispatchMode):
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in inputs:
                 self._tenants[storage._cdata] = StorageWeakRef(storage)
         return result
+
+    lends = True
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def measure(self) -> None:
         """Nothing is reserved here."""

@@ -257,7 +257,7 @@ PERTURBATIONS: dict[str, Perturbation] = {
         "attribute function of model.3.act was replaced",
         settings={"prepare": lambda model: setattr(model.model[3], "act", Function(torch.relu))},
     ),
-    "contents of attributes": Perturbation(lambda fit: fit.layer("7").f.reverse(), "attribute f of model.7 changed"),
+    "contents of attributes": Perturbation(lambda fit: fit.layer("7").f.reverse(), "model.7.f changed: -1 -> 2"),
     "modules, parameters and buffers": Perturbation(replace_layer, "module 3 of model was replaced"),
     "module hooks": Perturbation(
         lambda fit: fit.layer("3").register_forward_hook(lambda module, args, output: output * 1.25),

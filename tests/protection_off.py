@@ -11,7 +11,9 @@ import torch
 
 from detgraph.trainer import network, recording
 from detgraph.trainer.gradients import ReusedGradients
-from detgraph.trainer.network import GraphedNetworkStep, Signature
+from detgraph.trainer.network import GraphedNetworkStep
+from detgraph.trainer.recording import Recording
+from detgraph.trainer.signature import Signature
 from detgraph.trainer.state import NetworkState
 
 
@@ -66,14 +68,14 @@ def no_shape_check(monkeypatch) -> None:
 
 def no_backward_checks(monkeypatch) -> None:
     """Take every replayed backward for the first one of the latest forward."""
-    checked = GraphedNetworkStep.replay_backward
+    checked = Recording.replay_backward
 
     def replay_backward(self, serial, incoming):
-        self._awaiting_backward = True
+        self.awaiting_backward = True
         with torch.no_grad():
-            return checked(self, self._serial, incoming)
+            return checked(self, self.serial, incoming)
 
-    monkeypatch.setattr(GraphedNetworkStep, "replay_backward", replay_backward)
+    monkeypatch.setattr(Recording, "replay_backward", replay_backward)
 
 
 def no_restore(which: str):
@@ -83,8 +85,8 @@ def no_restore(which: str):
         take, restore = NetworkState.take.__func__, NetworkState.restore
         taken: list[NetworkState] = []  # before, after, before, ... of one recording after the other
 
-        def noting(cls, module, device):
-            taken.append(take(cls, module, device))
+        def noting(cls, module, device, more=()):
+            taken.append(take(cls, module, device, more))
             return taken[-1]
 
         def restoring(state) -> None:
@@ -152,7 +154,4 @@ def no_drop(monkeypatch) -> None:
 def no_copies_at_release(monkeypatch) -> None:
     """Give a recording up without moving live gradients out of it."""
 
-    def release(self) -> None:
-        self.recording, self.signature, self.gradients = None, None, None
-
-    monkeypatch.setattr(GraphedNetworkStep, "_release", release)
+    monkeypatch.setattr(ReusedGradients, "release", lambda self, parameters: None)

@@ -100,6 +100,24 @@ def snapshot(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, tuple | 
     return found
 
 
+class Wrapped(nn.Module):
+    """A layer of the network with something around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
+
+
+def wrap(kind: Callable[[nn.Module], Wrapped]) -> Callable[[nn.Module], None]:
+    """Return what prepares a model by putting ``kind`` around one layer."""
+
+    def prepare(model: nn.Module) -> None:
+        model.model[3] = kind(model.model[3])
+
+    return prepare
+
+
 @dataclass
 class Trace:
     """What a fit did, step by step: parts that two fits of one seed must share, byte by byte."""

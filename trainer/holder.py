@@ -7,15 +7,20 @@ how often one may be made anew, what happens when making one fails, and how all 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from ultralytics.utils import LOGGER
 
 from detgraph.cfg import CaptureOptions
 
+from . import proof
 from .recording import Recorder
 from .report import RecordingCounts
+from .state import DeviceLost, first_line
 
 
 class Releasable(Protocol):
@@ -70,35 +75,57 @@ class RecordingHolder:
         if recording is not None:
             recording.release()
 
+    @contextmanager
+    def attempting(self, what: str = "recording") -> Iterator[None]:
+        """Run the body, which an eager fit does without: an error in it makes the rest of the fit eager, and no more.
+
+        Raises:
+            DeviceLost: if the device does not answer any more. An interrupt leaves as it is.
+        """
+        try:
+            yield
+        except DeviceLost:
+            raise
+        except Exception as error:
+            self._give_up(f"{what} failed: {first_line(error)}", error)
+
+    def _give_up(self, reason: str, error: Exception) -> None:
+        """Release the recording, give its memory back, and stay eager."""
+        self._release()
+        traceback.clear_frames(error.__traceback__)  # they hold what the failed pass has allocated
+        try:
+            self.recorder.settle()
+        except RuntimeError as broken:
+            raise DeviceLost(error) from broken
+        self._block(reason)
+
     def _make(
         self, recording: Releasable, record: Callable[[], set[str]], check: Callable[[set[str]], str | None]
-    ) -> bool:
-        """Make ``recording`` and prove it; return whether it may be adopted.
+    ) -> None:
+        """Make ``recording``, prove it and adopt it; stay eager where it does not prove right.
 
         ``record`` makes it and returns the names of results that eager passes do not reproduce either; ``check`` takes
-        them and says what the replay gets wrong, or None.
-
-        Whatever goes wrong, the same work without a recorder is the fit's own eager step: so an error that either of
-        them raises makes the rest of the fit eager, too. Only an interrupt, or a device that does not answer any more,
-        leaves as an exception. A recording that may not be adopted is released.
+        them and says what the replay gets wrong, or None. A recording that is not adopted is released, whatever they
+        raise.
         """
-        problem: str | None = "interrupted"
+        wrong: str | None = "not proven"
         try:
-            problem = self._prove(record, check)
-        except Exception as error:
-            recording.release()
-            problem = self._failed(error)
+            wrong = self._prove(record, check)
         finally:
-            if problem is not None:
+            if wrong is not None:
                 recording.release()
-        if problem is not None:
-            self._block(problem)
-            return False
+        if wrong is not None:
+            self._block(wrong)
+            return
+        self.recording = recording
         self.report.recordings += 1
-        return True
 
     def _prove(self, record: Callable[[], set[str]], check: Callable[[set[str]], str | None]) -> str | None:
-        """Record and, where that is asked for, check; return what the replay gets wrong, or None."""
+        """Record and, where that is asked for, check; return what the replay gets wrong, or None.
+
+        Where the fit asks for deterministic kernels, nothing may be left that cannot be checked: two eager passes that
+        differ then have seen some state that a recording would not put back.
+        """
         started = time.perf_counter()
         self.recorder.settle()  # the eager step's memory goes back before the same again is taken on another stream
         unverifiable = record()
@@ -106,27 +133,16 @@ class RecordingHolder:
         self.report.seconds["recording"] += recorded - started
         if not self.options.self_check:
             return None
-        wrong = check(unverifiable)
+        wrong = None
+        if unverifiable and torch.are_deterministic_algorithms_enabled():
+            wrong = proof.not_reproduced(unverifiable)
+        wrong = wrong or check(unverifiable)
         if wrong is None:
             self.report.unverifiable += sorted(unverifiable - set(self.report.unverifiable))
+            if self.options.verify and unverifiable:
+                LOGGER.warning(f"{self.key}=verify: {proof.left_out(unverifiable)}")
         self.report.seconds["checking"] += time.perf_counter() - recorded
         return wrong
-
-    def _failed(self, error: Exception) -> str:
-        """Give the memory of a failed recording back and return why the rest of the fit is eager.
-
-        Raises:
-            RuntimeError: if the device does not answer any more.
-        """
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        try:
-            self.recorder.settle()
-        except RuntimeError as broken:
-            raise RuntimeError(
-                f"the device does not answer after a failed recording ({what}). Nothing that this process holds on it "
-                f"can be used: start again, with {self.key}=False or resume from last.pt"
-            ) from broken
-        return f"recording failed: {what}"
 
     def _retire(self, reason: str) -> None:
         """Give up the recording; another may be made, up to the allowed number of recordings."""

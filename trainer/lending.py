@@ -31,6 +31,18 @@ class Memory(ABC):
         with self.routed():
             yield loan
 
+    @property
+    @abstractmethod
+    def lends(self) -> bool:
+        """Whether ``routed`` does what it says; where torch cannot, it leaves allocations where they are."""
+
+    @abstractmethod
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Run the body where the recorded work was made, ordered after earlier and before later work.
+
+        Its allocations are its own, in a cache that the next body of the kind finds again.
+        """
+
     @abstractmethod
     def measure(self) -> None:
         """Note what the session's eager passes have reserved by now: the capture will need about as much."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,8 +202,10 @@ class LightningDetectionTrainer(DetectionTrainer):
                     batches.finish(early=True)  # after an error, the bar ends before the message and not after it
                 self._shrink_batch(state, out_of_memory)
         finally:
-            self.drop_recordings()
-            self._close_report()
+            try:
+                self.drop_recordings()
+            finally:
+                self._close_report()
         seconds = time.time() - self.train_time_start
         log_as_upstream(LOG_COMPLETED, self, epoch=state.epoch, seconds=seconds)
         self.final_eval()
@@ -219,13 +222,16 @@ class LightningDetectionTrainer(DetectionTrainer):
         if self.network_step.recorded:
             self.capture_report.retire("trainer.model was replaced")
         self.network_step.drop()
-        self.network_step, _ = network_step_for(self)
+        self.network_step, blocker = network_step_for(self)
+        if blocker:
+            self._say_not_in_force(blocker, "capture_network")
 
     def drop_recordings(self) -> None:
-        """Give up what is recorded, if anything. May be called again."""
-        for holder in (self.network_step, self.orthogonalization):
-            if holder is not None:
-                holder.drop()
+        """Give up what is recorded, if anything; each holder, whatever becomes of the other. May be called again."""
+        with ExitStack() as drops:
+            for holder in (self.network_step, self.orthogonalization):
+                if holder is not None:
+                    drops.callback(holder.drop)
 
     def batch_too_large(self, error: RuntimeError) -> BatchTooLarge | None:
         """Return the request for a smaller batch that upstream's rule allows for ``error``, or None to re-raise it."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from ultralytics.utils.torch_utils import unwrap_model
 
@@ -18,13 +17,12 @@ from detgraph.cfg import CaptureOptions
 from detgraph.models import UnsupportedNetwork, objective_blocker
 
 from . import proof
-from .gradients import ReusedGradients
 from .holder import RecordingHolder
 from .lending import Loan
 from .observed import Observed, autocast_remains
-from .recording import Recorder, Recording, Replay, parameter_aliases
+from .recording import Recorder, Recording, parameter_aliases
 from .report import CaptureReport
-from .signature import Signature, recording_obstacle
+from .signature import recording_obstacle
 from .state import NetworkState
 
 RECORDING = "step that was recorded"
@@ -84,6 +82,9 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         shape: the (batch, channels, height, width) to record; batches of another shape run eagerly.
         options: whether to check, how often to record, from which step on.
         report: counts every step.
+
+    Attributes:
+        survivors: returns what of a step outlives it besides gradients, see `lend`.
     """
 
     key = "capture_network"
@@ -101,29 +102,31 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         RecordingHolder.__init__(self, recorder, options, report)
         self.network = unwrap_model(model)
         self.shape = shape
-        self.signature: Signature | None = None
-        self._observed: Observed | None = None
-        self._before: NetworkState | None = None  # only with verify: the state before the present replay,
-        self._replayed: proof.Results = {}  # and what it left
-        self._serial = 0
-        self._awaiting_backward = False
-        self.gradients: ReusedGradients | None = None
         self.survivors: Callable[[], Iterable[Tensor | None]] = tuple
+        self._observed: Observed | None = None
+        self._before: NetworkState | None = None  # only with verify: the state before the present replay
         self._tail = ExitStack()  # open while a tail works in the recording's memory
         self._loan: tuple[str, Loan, Callable[[], Iterable[Tensor | None]]] | None = None  # one that is not settled yet
         self._lends = True
         self._fresh = False  # recorded, and not replayed yet
+        self._moved = 0  # observed steps that a replay would not do again
 
     def __call__(self, images: Tensor) -> dict:
         self._tail.close()
-        self._settle()
         self._observed = self._before = None
-        reason = self._why_eager(images)
+        reason = None
+        with self.attempting("replay"):
+            self._settle()
+            reason = self._why_eager(images)
+            if reason is None:
+                self._make_ready()
+        reason = self.blocked or reason
         if reason is None:
-            return self._replay(images)
-        self.report.eager[reason] += 1
+            self.report.replayed += 1
+            return self.recording.replay(images)
         if reason == RECORDING:
             return self._observe(images)
+        self.report.eager[reason] += 1
         self._lend_to_step(images)
         return self.model(images)
 
@@ -138,7 +141,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
         if tuple(images.shape) != self.shape:
             return OTHER_SHAPE
         if self.recording is not None:
-            change = self.signature.change(images) or self._kept_gradient()
+            change = self.recording.signature.change(images) or self._kept_gradient()
             if change is None:
                 return None
             self._retire(change)
@@ -148,55 +151,17 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
             return TOO_EARLY
         return recording_obstacle(self.network.model, images) or objective_blocker(self.network) or RECORDING
 
-    # Replay -----------------------------------------------------------------------------------------------------
-
-    def _replay(self, images: Tensor) -> dict:
-        recording = self.recording
+    def _make_ready(self) -> None:
+        """Do what comes before a replay: the first one of a recording, and one that is to be checked."""
         if self._fresh:  # what the recorded step left in the cache is of no use to steps that replay
             self._fresh = False
             self.recorder.settle(recent=True)
         if self.options.verify:
-            self._before = NetworkState.take(self.network, images.device)
-        recording.input.copy_(images)
-        self._serial += 1
-        self._awaiting_backward = True
-        self.report.replayed += 1
-        return recording.view.restore(Replay.apply(self, self._serial, *recording.parameters))
-
-    def replay_backward(self, serial: int, incoming: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Replay the backward of forward number ``serial``; returns one gradient per parameter of the recording."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a replayed network has no gradients of gradients (create_graph=True); "
-                "train with capture_network=False to differentiate twice"
-            )
-        recording = self.recording
-        if recording is None or serial != self._serial:
-            raise RuntimeError(
-                f"backward of replayed forward {serial}, but its memory was reused (the latest is {self._serial}); "
-                "run backward before the next forward, or train with capture_network=False"
-            )
-        if not self._awaiting_backward:
-            raise RuntimeError(
-                f"second backward of replayed forward {serial} (retain_graph=True); "
-                "run one backward a forward, or train with capture_network=False"
-            )
-        self._awaiting_backward = False
-        if tuple(gradient is not None for gradient in incoming) != recording.used:
-            raise RuntimeError(
-                "the objective uses other outputs of the network than when it was recorded; "
-                "train with capture_network=False"
-            )
-        with torch.no_grad():
-            torch._foreach_copy_(recording.output_gradients, [g for g in incoming if g is not None])
-        recording.backward()
-        if self._before is not None:
-            self._replayed = self._replayed_results(recording)  # hooks may change in place what is handed out
-        return self.gradients.hand_out()
+            self._before = self._state()
 
     def _kept_gradient(self) -> str | None:
         """Make room for the next replay; return what is kept of the last gradients where it would be overwritten."""
-        parameter = self.gradients.vacate(self.network.parameters())
+        parameter = self.recording.gradients.vacate(self.network.parameters())
         if parameter is None:
             return None
         names = (name for name, p in self.network.named_parameters() if p is parameter)
@@ -206,18 +171,21 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
 
     @contextmanager
     def lend(self, what: str, survivors: Callable[[], Iterable[Tensor | None]] = tuple) -> Iterator[None]:
-        self._settle()
-        if self.recording is None or not self._lends:
-            yield
-            return
+        loan, routed = None, ExitStack()
+        with self.attempting("lending the recording's memory"):
+            self._settle()
+            if self.recording is not None and self._lends and self.recording.memory.lends:
+                loan = routed.enter_context(self.recording.memory.lend())
         try:
-            with self.recording.memory.lend() as loan:
+            with routed:
                 yield
         except BaseException:
-            self._release()  # whatever was interrupted may still live in the recording's memory
+            if loan is not None:
+                self._release()  # whatever was interrupted may still live in the recording's memory
             raise
-        self.report.lent[what] += 1
-        self._loan = what, loan, survivors
+        if loan is not None:
+            self.report.lent[what] += 1
+            self._loan = what, loan, survivors
 
     def _settle(self) -> None:
         """Before the recording's memory is used again: move out what the last loan has left there."""
@@ -245,89 +213,119 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     # Recording --------------------------------------------------------------------------------------------------
 
     def _observe(self, images: Tensor) -> dict:
-        """Run the step eagerly through the view and note what a recording of it needs."""
-        observed = Observed.begin(self.network, images)
+        """Run the step eagerly and note what a recording of it needs; count it."""
+        reason = observed = None
+        with self.attempting():
+            observed = Observed.begin(self.network, images)
+            if obstacle := observed.signature.reach.obstacle:
+                self._block(obstacle)
+        if self.blocked:
+            self.report.eager[self.blocked] += 1
+            return self.model(images)
+        predictions = self.network.predict(images)
+        with self.attempting():
+            reason = observed.moved_by_forward(images) or observed.drawn_on_the_host()
+            if reason is None:
+                predictions = self._listen(observed, predictions)
+            else:
+                self._not_repeatable(reason)
+        self.report.eager[self.blocked or reason or RECORDING] += 1
+        return predictions
+
+    def _listen(self, observed: Observed, predictions: object) -> object:
+        """Wait for the backward; return the predictions in the layout that a recording hands over."""
         try:
-            outputs = observed.view(images)
+            outputs = observed.view.flatten(predictions)
         except UnsupportedNetwork as error:
             self._block(str(error))
-            observed.before.restore()
-            return self.model(images)
-        if obstacle := observed.left_on_the_host(images):
-            self._block(obstacle)
-        else:
-            observed.listen(outputs)
-            self._observed = observed
+            return predictions
+        observed.listen(outputs)
+        self._observed = observed
         return observed.view.restore(outputs)
+
+    def _not_repeatable(self, reason: str) -> None:
+        """Give up on a network that does more than compute; once it may, as one that builds a cache at first does."""
+        self._moved += 1
+        if self._moved > 1:
+            self._block(reason)
 
     def after_backward(self) -> None:
         self._tail.close()
         observed, self._observed = self._observed, None
-        if observed is not None and observed.complete():
-            if autocast_remains(observed.images.device):
-                self._block("autocast is on during the backward pass")
-            else:
-                self._record(observed)
-        elif self._before is not None and self.recording is not None and not self._awaiting_backward:
-            self._verify(self._before)
+        if observed is not None:
+            with self.attempting():
+                if observed.complete():
+                    self._record(observed)
+        elif self._before is not None and self.recording is not None and not self.recording.awaiting_backward:
+            with self.attempting("verification"):
+                self._verify(self._before)
+
+    def _state(self) -> NetworkState:
+        """Return a copy of all that an extra pass would move."""
+        recording = self.recording
+        return NetworkState.take(self.network, recording.input.device, recording.signature.reach.tensors.values())
 
     def _record(self, observed: Observed) -> None:
         """Record the observed step and adopt the recording if it proves right; the fit's state stays as it is."""
-        after = NetworkState.take(self.network, observed.images.device)
-        recording = Recording(self.recorder, observed.view, observed.images, tuple(observed.incoming), observed.mode)
+        if autocast_remains(observed.images.device):
+            return self._block("autocast is on during the backward pass")
+        if reason := observed.moved_by_backward() or observed.drawn_on_the_host():
+            return self._not_repeatable(reason)
+        recording = Recording(
+            self.recorder,
+            observed.view,
+            observed.images,
+            tuple(observed.incoming),
+            observed.mode,
+            observed.signature,
+        )
         observed.incoming.clear()
+        reach = observed.signature.reach
         expected: proof.Results = {}
+
+        def eager_pass(aliases: dict) -> proof.Results:
+            observed.before.restore()
+            return recording.eager(aliases)
 
         def record() -> set[str]:
             """Return what two eager passes, which are the warm-up of the recorder's stream, differ in."""
             with self.recorder.session() as memory, parameter_aliases(self.network) as aliases:
-                expected.update(self._eager_results(recording, observed.before, aliases))
-                control = self._eager_results(recording, observed.before, aliases)
+                expected.update(eager_pass(aliases))
+                control = eager_pass(aliases)
                 memory.measure()
                 self.recorder.settle(recent=True)
                 observed.before.restore()
                 recording.capture(memory, aliases)
+            if moved := reach.change():  # by the extra passes, and not by the step
+                raise RuntimeError(f"the network changes as it is recorded: {moved}")
             return set(proof.differences(expected, control))
 
         def check(unverifiable: set[str]) -> str | None:
             observed.before.restore()
-            recording.forward()
-            recording.backward()
-            wrong = proof.verdict(expected, self._replayed_results(recording), unverifiable)
+            wrong = proof.verdict(expected, recording.rehearse(), unverifiable)
             own = {f"gradient of {name}": parameter.grad for name, parameter in observed.alone.items()}
             own = {name: None if gradient is None else gradient.cpu() for name, gradient in own.items()}
             return wrong or proof.verdict(expected, own, unverifiable, "the step itself")
 
         try:
-            adopted = self._make(recording, record, check)
+            with observed.state().put_back():
+                self._make(recording, record, check)
         finally:
-            after.restore()
-        if adopted:
-            self.recording, self.signature = recording, observed.signature
-            self.gradients = ReusedGradients(recording.parameters, recording.gradients)
+            reach.restore()
+        if self.recording is not None:
+            recording.observing = self.options.verify
             self._fresh = True
-
-    def _eager_results(self, recording: Recording, before: NetworkState, aliases: dict) -> proof.Results:
-        before.restore()
-        result = recording.eager(aliases)
-        return proof.results(self.network, result.outputs, result.gradients)
-
-    def _replayed_results(self, recording: Recording) -> proof.Results:
-        return proof.results(self.network, recording.outputs, recording.gradients)
 
     def _verify(self, before: NetworkState) -> None:
         """Compare the replay that has just run with an eager pass of the same input and incoming gradients."""
         started = time.perf_counter()
         self._before = None
         recording = self.recording
-        after = NetworkState.take(self.network, recording.input.device)
-        replayed, self._replayed = self._replayed, {}
-        try:
-            with self.recorder.session(), parameter_aliases(self.network) as aliases:
-                expected = self._eager_results(recording, before, aliases)
-            wrong = proof.verdict(expected, replayed, self.report.unverifiable)
-        finally:
-            after.restore()
+        with self._state().put_back():
+            with recording.memory.on_stream(), parameter_aliases(self.network) as aliases:
+                before.restore()
+                expected = recording.eager(aliases)
+            wrong = proof.verdict(expected, recording.observed, self.report.unverifiable)
         self.report.seconds["checking"] += time.perf_counter() - started
         if wrong:
             self.report.retire(wrong)
@@ -337,20 +335,17 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
     # Ends -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        self._tail.close()
-        self._observed = self._before = None
-        if self._loan is not None:
-            _, loan, survivors = self._loan
-            try:
+        try:
+            self._tail.close()
+            self._observed = self._before = None
+            if self._loan is not None:
+                _, loan, survivors = self._loan
                 loan.settle(survivors())  # what stayed would keep its part of the memory
-            except RuntimeError:
-                pass  # a device that does not answer has said so already: that error is on its way
-        super().drop()
+        except RuntimeError:
+            pass  # a device that does not answer has said so already: that error is on its way
+        finally:
+            super().drop()
 
     def _release(self) -> None:
         self._loan = None
-        if self.recording is not None:
-            self._serial += 1  # a backward of the last forward has nothing to replay any more
-            self.gradients.release(self.network.parameters())
-        self.signature = self.gradients = None
         super()._release()

@@ -27,7 +27,7 @@ class Observed:
         view: the network as tensors in, tensors out.
         images: the step's input, (batch, channels, height, width).
         mode: the autocast state that the forward ran in.
-        before: buffers and generators before the forward.
+        before: buffers, tensors kept elsewhere, and generators before the forward.
         signature: all that a replay would bake in, before the forward.
         alone: the parameters, by name, whose gradient will be this step's and nothing else: it was None before, and no
             hook changes it.
@@ -48,18 +48,29 @@ class Observed:
         """Note what there is before the forward of ``network`` on ``images``."""
         view = NetworkView(network)
         mode = Autocast.now(images.device.type)
-        before = NetworkState.take(network, images.device)
         signature = Signature(network, images)
+        before = NetworkState.take(network, images.device, signature.reach.tensors.values())
         parameters = network.named_parameters()
         alone = {name: p for name, p in parameters if p.requires_grad and p.grad is None and not has_hooks(p)}
         return cls(view, images.detach(), mode, before, signature, alone)
 
-    def left_on_the_host(self, images: Tensor) -> str | None:
+    def state(self) -> NetworkState:
+        """Return a copy of what ``before`` is a copy of, as it is now."""
+        return NetworkState.take(self.view.model, self.images.device, self.signature.reach.tensors.values())
+
+    def drawn_on_the_host(self) -> str | None:
+        """Return that the step has drawn random numbers that a replay would not draw again, or None."""
+        return "the network draws random numbers on the host" if self.before.generators.host_moved() else None
+
+    def moved_by_forward(self, images: Tensor) -> str | None:
         """Return what the forward just run did besides computing, which a replay would not do again, or None."""
-        if self.before.generators.host_moved():
-            return "the network draws random numbers on the host"
         change = self.signature.change(images)
         return change and f"the network changes as it runs: {change}"
+
+    def moved_by_backward(self) -> str | None:
+        """Return what the backward just run did besides computing, or None."""
+        change = self.signature.reach.change()
+        return change and f"the network changes as its backward runs: {change}"
 
     def listen(self, outputs: tuple[Tensor, ...]) -> None:
         """Note the gradients that the backward sends to ``outputs``, until ``complete``."""

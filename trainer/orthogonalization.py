@@ -139,12 +139,10 @@ class GraphedOrthogonalization(RecordingHolder):
             step.reason = step.around.change() if step.seen else RETIRED
         expected = function(*arguments)
         if step.reason is None:
-            try:
+            with self.attempting():  # the fit's own step goes on with what it has
                 signature = CallSignature(number, grad, momentum, self._names)
                 step.seen.append(Call.seen(function, signature, expected, *arguments))
-            except Exception as error:  # the fit's own step goes on with what it has
-                self._block(self._failed(error))
-                step.reason = self.blocked
+            step.reason = self.blocked
         return expected
 
     def _names(self, grads: Tensors) -> list[str]:
@@ -188,8 +186,8 @@ class GraphedOrthogonalization(RecordingHolder):
             expected, replayed = recording.expected(), recording.replay()
             return proof.verdict(expected, replayed, unverifiable) or _other_layout(expected, replayed)
 
-        if self._make(recording, record, check):
-            self.recording = recording
+        with self.attempting():
+            self._make(recording, record, check)
         for call in recording.calls:
             call.expected = []
 

@@ -6,7 +6,7 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -47,6 +47,10 @@ class CudaMemory(Memory):
         self.stream = torch.cuda.Stream(device)
         self._expected = 0
 
+    @property
+    def lends(self) -> bool:
+        return _begin_on_this_stream is not None
+
     def measure(self) -> None:
         ours = (s for s in torch.cuda.memory_snapshot() if s["stream"] == self.stream.cuda_stream)
         self._expected = sum(s["total_size"] for s in ours if s["segment_type"] == "large")
@@ -59,7 +63,6 @@ class CudaMemory(Memory):
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the body on the pool's stream: after the current stream's work, before what follows there."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -70,10 +73,8 @@ class CudaMemory(Memory):
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        if _begin_on_this_stream is None:
-            yield
-            return
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        assert self.lends
+        index = _index(self.device)
         with warnings.catch_warnings(), self.on_stream():
             # The last loss keeps gradient nodes alive, of the other stream: autograd synchronizes, and says so.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
@@ -118,23 +119,17 @@ class CudaRecorder:
             self._memory = None
 
     def capture(self, run: Callable[[], T]) -> tuple[T, CudaTape]:
-        """Capture ``run``; a failed capture leaves no graph behind, and the first error is the one that is raised."""
+        """Capture ``run``; a failed capture leaves nothing behind, and the first error is the one that is raised."""
         graph = torch.cuda.CUDAGraph()
         collect = gc.isenabled()
         gc.disable()  # a collection would destroy graphs or events of others in the middle of the capture
         try:
             graph.capture_begin(pool=self._memory.pool, capture_error_mode="thread_local")
-            try:
-                self._memory.take_in_one_piece()
-                result = run()
-            except BaseException:
-                try:
-                    graph.capture_end()
-                except RuntimeError:
-                    pass  # the capture is invalid, as the error on its way says
-                raise
+            self._memory.take_in_one_piece()
+            result = run()
             graph.capture_end()
         except BaseException:
+            self._abandon(graph)
             graph.reset()
             raise
         finally:
@@ -142,11 +137,35 @@ class CudaRecorder:
                 gc.enable()
         return result, CudaTape(graph)
 
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that has failed, whether torch has ended it or not.
+
+        What a capture may not do (reading a value on the host, a copy from pageable memory) makes it invalid, and then
+        torch stops at CUDA's error: allocations still go to the graph's pool, which keeps its blocks for good, and the
+        device's generator still counts for the graph, so that the next random number of the process is an error.
+        """
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return
+        with suppress(RuntimeError):  # not if it had come so far
+            torch._C._cuda_endAllocateToPool(_index(self.device), self._memory.pool)
+            torch._C._cuda_releasePool(_index(self.device), self._memory.pool)
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            another = torch.cuda.CUDAGraph()  # a whole capture, of nothing, hands the generator back
+            another.capture_begin(capture_error_mode="thread_local")
+            another.capture_end()
+            another.reset()
+
     def settle(self, recent: bool = False) -> None:
         torch.cuda.synchronize(self.device)
         gc.collect(1 if recent else 2)
         clear_workspaces()
         torch.cuda.empty_cache()
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def clear_workspaces() -> None:

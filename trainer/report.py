@@ -65,6 +65,8 @@ class RecordingCounts:
             text += ", eager: " + ", ".join(f"{count} ({reason})" for reason, count in self.eager.most_common())
         if self.recordings:
             text += f"; {self.recordings} recorded in {self.seconds['recording']:.2f} s"
+        if self.unverifiable:
+            text += f"; {len(self.unverifiable)} results could not be checked, as eager passes do not reproduce them"
         if self.retirements:
             text += f"; {len(self.retirements)} retired, last: {self.retirements[-1]['reason']}"
         if self.blocked and not self.steps:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .guards import MODULE_HOOKS, Guard, Guards, first_difference, from_to, process_guards, process_obstacle
+from .reach import INTERNAL, Reach, difference
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
 CONTAINERS = ("_parameters", "_buffers", "_modules")
-INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module; the rest may be baked in
 
 # State under which nothing may be recorded: the name in the context, and the value that allows a recording.
 RECORDABLE = {
@@ -50,10 +50,6 @@ def recording_obstacle(root: nn.Module, images: Tensor) -> str | None:
     hooked = [name for name, parameter in root.named_parameters() if has_hooks(parameter)]
     if len(hooked) > 1:
         return f"hooks on {len(hooked)} parameters: {', '.join(hooked[:3])}"
-    for path, module in modules:  # last: to look at all that modules keep takes milliseconds
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Generator):  # a replay draws from the process's generators alone
-                return f"random generator '{name}' of module '{path}'"
     return None
 
 
@@ -72,7 +68,7 @@ class Signature(Guards):
     ``change(images)`` returns None while a replay would do what the network would do, else a sentence: what changed,
     from what, to what, on which module or tensor. It holds the objects that it identifies, so that an identity
     cannot be taken over by a new object at the same address. Changes to ``criterion`` of ``model`` count, because
-    the layout of the outputs is agreed with it.
+    the layout of the outputs is agreed with it. ``reach`` is what the modules keep elsewhere, as it was then.
     """
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
@@ -82,6 +78,7 @@ class Signature(Guards):
         self._modules = list(paths)
         self._paths = list(paths.values())
         self._images: Tensor | None = images
+        self.reach = Reach(root)
         super().__init__([
             *self._input_guards(),
             *self._context_guards(images.device.type),
@@ -140,11 +137,7 @@ class Signature(Guards):
         self._held = [attributes[key] for attributes, key, _ in others]
         self._held += list(chain.from_iterable(map(dict.values, containers)))
         readers = [(attributes, read) for attributes, read, _, _ in scalars]
-        lists = [
-            (attributes[key], key, path)
-            for attributes, key, path in others
-            if isinstance(attributes[key], list) and all(isinstance(item, SCALARS) for item in attributes[key])
-        ]
+        kept = self.reach
 
         def attribute(baked: list, now: list) -> str:
             i = first_difference(baked, now)
@@ -197,7 +190,7 @@ class Signature(Guards):
 
         def content(baked: list, now: list) -> str:
             i = first_difference(baked, now)
-            return f"attribute {lists[i][1]} of {lists[i][2]} changed: {list(baked[i])} -> {list(now[i])}"
+            return f"{kept.paths[i]} {difference(baked[i], now[i])}"
 
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
 
@@ -208,7 +201,7 @@ class Signature(Guards):
         return [
             Guard("network", lambda: id(model.model), lambda baked, now: "the network (model.model) was replaced"),
             Guard("module classes", lambda: list(map(type, modules)), kind_of),
-            Guard("contents of attributes", lambda: [tuple(items) for items, _, _ in lists], content),
+            Guard("contents of attributes", kept.reader(), content),
             Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),
             Guard("set of module attributes", lambda: list(map(len, own)), number),
             Guard("object attributes", lambda: [id(attributes[key]) for attributes, key, _ in others], other),
@@ -222,7 +215,7 @@ class Signature(Guards):
         for module, path in zip(self._modules, self._paths, strict=True):
             for container in (module._parameters, module._buffers):
                 named |= {f"{path}.{name}": tensor for name, tensor in container.items() if tensor is not None}
-            named |= {f"{path}.{k}": v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        named |= self.reach.tensors
         names, tensors = list(named), list(named.values())
         shaped = [(name, tensor) for name, tensor in named.items() if tensor.ndim > 1]
         shaped_names, shaped_tensors = [n for n, _ in shaped], [t for _, t in shaped]

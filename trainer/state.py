@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from .lending import tensor_attributes
+
+
+class DeviceLost(RuntimeError):
+    """The device does not answer any more, or does not take back what it had: no fit can go on with it."""
+
+    def __init__(self, first: BaseException) -> None:
+        super().__init__(
+            f"the device does not answer after a failure ({first_line(first)}). Nothing that this process holds on it "
+            "can be used: start again without the capture, or resume from last.pt"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """Return what ``error`` says in one line, its class where it says nothing."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -51,8 +68,10 @@ class NetworkState:
     generators: Generators
 
     @classmethod
-    def take(cls, module: nn.Module, device: torch.device) -> NetworkState:
-        buffers = tuple(filter(_writable, (*module.buffers(), *tensor_attributes(module))))
+    def take(cls, module: nn.Module, device: torch.device, more: Iterable[Tensor] = ()) -> NetworkState:
+        """Copy the state of ``module``, and ``more`` tensors that it reaches. Each is copied once."""
+        found = {id(tensor): tensor for tensor in (*module.buffers(), *tensor_attributes(module), *more)}
+        buffers = tuple(filter(_writable, found.values()))
         return cls(buffers, tuple(buffer.detach().clone() for buffer in buffers), Generators.take(device))
 
     def restore(self) -> None:
@@ -61,6 +80,25 @@ class NetworkState:
             for buffer, saved in zip(self.buffers, self.saved, strict=True):
                 buffer.copy_(saved)
         self.generators.restore()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Run the body, which moves the state; put it back, whatever the body raises.
+
+        Raises:
+            DeviceLost: the body failed and the state cannot be put back. It tells the body's error.
+        """
+        try:
+            yield
+        except DeviceLost:
+            raise
+        except BaseException as error:
+            try:
+                self.restore()
+            except RuntimeError as second:
+                raise DeviceLost(error) from second
+            raise
+        self.restore()
 
 
 def _writable(tensor: Tensor) -> bool:

@@ -179,7 +179,7 @@ def test_a_device_that_does_not_answer_is_an_error():
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     fit = Fit(True, recorder=lambda: Broken(ERRORS[0], 2))
-    with fit.cleanup, pytest.raises(RuntimeError, match="does not answer.*with capture_orthogonalization=False"):
+    with fit.cleanup, pytest.raises(RuntimeError, match="does not answer.*start again without the capture"):
         fit.run(1)
 
 

@@ -37,7 +37,7 @@ def test_only_this_guard_sees_it(name):
     perturbation = PERTURBATIONS[name]
     fit = Fit(True, **perturbation.settings).run(2)
     fit.batch = make_batch(2)
-    signature = fit.network_step.signature
+    signature = fit.network_step.recording.signature
     with fit.cleanup:
         with fit.forward_context():
             assert signature.change(fit.batch["img"]) is None
@@ -58,7 +58,7 @@ def fit_with(name: str, capture: bool, guarded: bool = True) -> Fit:
     def perturb(fit: Fit) -> None:
         perturbation.event(fit)
         if not guarded:
-            remove_guard(fit.network_step.signature, name)
+            remove_guard(fit.network_step.recording.signature, name)
 
     def look(fit: Fit) -> None:
         image = fit.memory.pop("image", None)

@@ -13,21 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import network, observed
+from detgraph.trainer import network, observed, reach
 from detgraph.trainer.state import NetworkState
 from perturb_network import attribute
-from steps import Fit, twin
+from steps import Fit, Wrapped, twin, wrap
 
 UNCHECKED = {"self_check": False}
-
-
-class Wrapped(nn.Module):
-    """A layer of the network with something around it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
 
 class Drops(Wrapped):
@@ -101,17 +92,10 @@ class Borrows(Wrapped):
         return self.inner(x) * (1 + self.borrowed[0].mean())
 
 
-def wrap(kind: type[Wrapped]) -> Callable[[nn.Module], None]:
-    def prepare(model: nn.Module) -> None:
-        model.model[3] = kind(model.model[3])
-
-    return prepare
-
-
 REASONS = {
     Drops: "the network draws random numbers on the host",
     Mixes: "the network draws random numbers on the host",
-    Counts: "the network changes as it runs: attributes of model.3",
+    Counts: "the network changes as it runs: attribute calls of model.3: 1 -> 2",
     Rebinds: "the network changes as it runs: buffer mean of model.3 was replaced",
 }
 
@@ -121,15 +105,16 @@ def test_what_a_forward_does_on_the_host_keeps_the_fit_eager(kind, monkeypatch):
     pair = twin(prepare=wrap(kind))
     pair.assert_same(replayed=0)
     assert pair.report.blocked.startswith(REASONS[kind])
-    monkeypatch.setattr(observed.Observed, "left_on_the_host", lambda *args: None)
+    for look in ("drawn_on_the_host", "moved_by_forward", "moved_by_backward"):
+        monkeypatch.setattr(observed.Observed, look, lambda *args: None)
     assert twin(prepare=wrap(kind), options=UNCHECKED).differences
 
 
 def test_a_generator_of_a_layers_own_keeps_the_fit_eager(monkeypatch):
     pair = twin(prepare=wrap(Draws))
     pair.assert_same(replayed=0)
-    assert list(pair.report.eager) == ["random generator 'dice' of module '3'"]
-    monkeypatch.setattr(network, "recording_obstacle", lambda *args: None)
+    assert pair.report.eager == {"random generator 'model.3.dice'": 7}
+    monkeypatch.setattr(reach.Reach, "_obstruct", lambda *args: None)
     assert twin(prepare=wrap(Draws), options=UNCHECKED).differences
 
 
@@ -138,7 +123,7 @@ def test_a_tensor_that_is_no_buffer_is_put_back_like_one(monkeypatch):
 
     take = NetworkState.take.__func__
 
-    def buffers_only(cls, module, device):
+    def buffers_only(cls, module, device, more=()):
         state, number = take(cls, module, device), len(list(module.buffers()))
         return cls(state.buffers[:number], state.saved[:number], state.generators)
 
@@ -203,7 +188,7 @@ def late(verify: Callable) -> Callable:
     """Look at the replay's results when the backward pass, hooks included, is over."""
 
     def look(self, before) -> None:
-        self._replayed = self._replayed_results(self.recording)
+        self.recording.observed = self.recording.results()
         verify(self, before)
 
     return look

@@ -1,0 +1,285 @@
+"""What a network's modules keep beside parameters and buffers, wherever it hangs: found once, compared, put back.
+
+A replay runs no Python. A counter in a dictionary, a list that a hook fills, a BatchNorm in a plain list, a value in a
+closure or a global name: an eager step moves them, the extra passes of a recording move them once more each, and a
+replay not at all. So everything that is reachable from the modules is looked at before a step that may be recorded and
+again after it. Tensors are no obstacle: recorded work moves them in place as it moves buffers, so they are copied,
+proven and put back like those. Anything else that a step moves keeps it eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+# What classes and functions of these keep for themselves is not the state of anybody's network.
+LIBRARIES = frozenset({"torch", "torchvision", "ultralytics", "numpy", *sys.stdlib_module_names})
+CLOSED = LIBRARIES - {"ultralytics", "types", "collections", "argparse"}  # whose objects are not looked into
+LARGEST = 100_000  # objects; a module that reaches more has hold of something that is not the network's
+
+
+@dataclass(frozen=True)
+class Held:
+    """One place that holds values: ``read`` returns them, ``write`` puts such a list back."""
+
+    path: str
+    read: Callable[[], list]
+    write: Callable[[list], None]
+
+
+class Reach:
+    """Everything that the modules of ``root`` reach, as it was when this was made.
+
+    Attributes:
+        obstacle: what of it nobody can follow (a generator, an iterator, a weight that is no parameter), or None.
+        tensors: the tensors by path that are neither parameters nor buffers of ``root``.
+    """
+
+    def __init__(self, root: nn.Module, name: str = "model") -> None:
+        self.obstacle: str | None = None
+        self.tensors: dict[str, Tensor] = {}
+        self._held: list[Held] = []
+        self._seen: dict[int, object] = {}  # the objects, too: an address must not be taken over
+        self._names: set[tuple[int, str]] = set()  # global names seen, by scope
+        self._own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        self._modules = {id(module) for module in root.modules()}
+        stack: list[tuple[str, object]] = []
+        for path, module in reversed(list(root.named_modules())):
+            stack.append((f"{name}.{path}" if path else name, module))
+        while stack:
+            stack += reversed(list(self._visit(*stack.pop())))
+            if len(self._seen) > LARGEST:
+                self.obstacle = f"the modules keep more than {LARGEST} objects beside their weights"
+                break
+        self._before = [contents(held.read()) for held in self._held]
+
+    def change(self) -> str | None:
+        """Return what is not as it was, tensors aside, or None."""
+        for held, before in zip(self._held, self._before, strict=True):
+            if (now := contents(held.read())) != before:
+                return f"{held.path} {difference(before, now)}"
+        return None
+
+    def restore(self) -> None:
+        """Put everything but tensors back to where it was."""
+        for held, before in zip(self._held, self._before, strict=True):
+            if contents(held.read()) != before:
+                held.write([self._seen.get(item.number, None) if type(item) is _Object else item for item in before])
+
+    def reader(self) -> Callable[[], list]:
+        """Return what reads the present contents at once, to be compared between steps; paths are in ``paths``."""
+        reads = [held.read for held in self._held]
+        return lambda: [contents(read()) for read in reads]
+
+    @property
+    def paths(self) -> list[str]:
+        return [held.path for held in self._held]
+
+    def _visit(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+        """Note ``value`` and yield what it reaches, each with its path."""
+        if isinstance(value, (*SCALARS, Enum, types.ModuleType, types.BuiltinFunctionType)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        kind = type(value)
+        if isinstance(value, Tensor):
+            self._visit_tensor(path, value)
+        elif isinstance(value, GENERATORS):
+            self._obstruct(f"random generator '{path}'")
+        elif isinstance(value, nn.Module):
+            yield from self._visit_module(path, value)
+        elif isinstance(value, CONTAINERS):
+            yield from self._visit_container(path, value)
+        elif isinstance(value, np.ndarray):
+            self._hold(path, lambda: [value.tobytes()], lambda old: _fill(value, old[0]))
+        elif isinstance(value, functools.partial):
+            yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        elif isinstance(value, types.MethodType):
+            yield from ((f"{path}.{name}", getattr(value, name)) for name in ("__func__", "__self__"))
+        elif isinstance(value, types.FunctionType):
+            yield from self._visit_function(path, value)
+        elif isinstance(value, type):
+            yield from self._visit_class(path, value)
+        elif hasattr(kind, "__next__"):
+            self._obstruct(f"iterator '{path}'")
+        elif _package(kind) not in CLOSED:
+            yield from self._visit_object(path, value)
+
+    def _obstruct(self, what: str) -> None:
+        self.obstacle = self.obstacle or what
+
+    def _hold(self, path: str, read: Callable[[], list], write: Callable[[list], None]) -> None:
+        self._held.append(Held(path, read, write))
+
+    def _visit_tensor(self, path: str, tensor: Tensor) -> None:
+        if id(tensor) in self._own:
+            return
+        if tensor.layout is not torch.strided:
+            self._obstruct(f"tensor '{path}' of layout {tensor.layout}")
+        elif tensor.requires_grad and tensor.is_leaf:  # its gradient would be left out of the recording
+            self._obstruct(f"weight '{path}' that is no parameter of a module")
+        self.tensors[path] = tensor
+
+    def _visit_module(self, path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
+        attributes = vars(module)
+        if id(module) in self._modules:  # what it holds by itself, the signature compares
+            attributes = {key: value for key, value in attributes.items() if key not in INTERNAL}
+        else:
+            self._hold_attributes(path, attributes)
+        yield from ((f"{path}.{key}", value) for key, value in attributes.items())
+        yield type(module).__qualname__, type(module)
+
+    def _visit_container(self, path: str, value) -> Iterator[tuple[str, object]]:
+        if isinstance(value, dict):
+            self._hold_attributes(path, value)
+            yield from ((f"{path}[{key!r}]", key) for key in value if not isinstance(key, SCALARS))
+            yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+            return
+        if not isinstance(value, (tuple, frozenset)):  # which hold what they held: only that can have moved
+            self._hold(path, lambda: list(value), functools.partial(_refill, value))
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
+
+    def _visit_object(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._hold_attributes(path, attributes)
+            yield from ((f"{path}.{key}", item) for key, item in attributes.items())
+        slots = [name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+        slots = [name for name in slots if name not in ("__dict__", "__weakref__")]
+        if slots:
+            read = lambda: [getattr(value, name, None) for name in slots]  # noqa: E731
+            self._hold(path, read, lambda old: [setattr(value, n, v) for n, v in zip(slots, old, strict=True)])
+            yield from ((f"{path}.{name}", item) for name, item in zip(slots, read(), strict=True))
+        yield type(value).__qualname__, type(value)
+
+    def _visit_class(self, path: str, cls: type) -> Iterator[tuple[str, object]]:
+        for owner in cls.__mro__:
+            names = [n for n, v in vars(owner).items() if not (n.startswith("__") or hasattr(type(v), "__get__"))]
+            for name in names if _package(owner) not in LIBRARIES else ():
+                self._hold(
+                    f"{owner.__qualname__}.{name}",
+                    lambda owner=owner, name=name: [vars(owner).get(name)],
+                    lambda old, owner=owner, name=name: setattr(owner, name, *old),
+                )
+                yield f"{owner.__qualname__}.{name}", vars(owner)[name]
+            for name, value in vars(owner).items():  # of a library's class, too: a method may have been replaced
+                function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if isinstance(function, types.FunctionType):
+                    yield f"{owner.__qualname__}.{name}", function
+
+    def _visit_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+        if _package(function) in LIBRARIES:
+            return
+        if cells := function.__closure__:
+            read = functools.partial(_cells, cells)
+            self._hold(path, read, functools.partial(_fill_cells, cells))
+            yield from ((f"{path}.{name}", v) for name, v in zip(function.__code__.co_freevars, read(), strict=True))
+        yield f"{path}.__defaults__", function.__defaults__
+        yield f"{path}.__dict__", vars(function)
+        used, scope = _global_names(function.__code__), function.__globals__
+        yield from self._visit_names("global ", scope, used)
+        for module in [scope[name] for name in used if isinstance(scope.get(name), types.ModuleType)]:
+            if module.__name__.partition(".")[0] not in LIBRARIES:
+                yield from self._visit_names(f"{module.__name__}.", vars(module), used)
+
+    def _visit_names(self, where: str, scope: dict, used: list[str]) -> Iterator[tuple[str, object]]:
+        for name in used:
+            if name not in scope or (id(scope), name) in self._names:
+                continue
+            self._names.add((id(scope), name))
+            if not isinstance(scope[name], (types.ModuleType, types.FunctionType, type)):
+                write = lambda old, n=name: scope.__setitem__(n, *old)  # noqa: E731
+                self._hold(where + name, lambda n=name: [scope.get(n)], write)
+            yield where + name, scope[name]
+
+    def _hold_attributes(self, path: str, attributes: dict) -> None:
+        def write(old: list) -> None:
+            half = len(old) // 2
+            attributes.clear()
+            attributes.update(zip(old[:half], old[half:], strict=True))
+
+        self._hold(path, lambda: [*attributes.keys(), *attributes.values()], write)
+
+
+class _Object:
+    """Stands for an object in contents: equal to itself alone."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, value: object) -> None:
+        self.number = id(value)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Object and other.number == self.number
+
+
+def contents(values: list) -> list:
+    """Return ``values`` with scalars as they are and an identity in the place of everything else."""
+    return [value if type(value) in SCALARS else _Object(value) for value in values]
+
+
+def difference(before: list, now: list) -> str:
+    """Word how one place's contents changed."""
+    if len(before) != len(now):
+        return f"changed: {len(before)} entries -> {len(now)}"
+    for old, new in zip(before, now, strict=True):
+        if old != new:
+            scalars = type(old) is not _Object and type(new) is not _Object
+            return f"changed: {old!r} -> {new!r}"[:200] if scalars else "changed: an object was replaced"
+    return "changed"
+
+
+def _fill(array: np.ndarray, old: bytes) -> None:
+    array[...] = np.frombuffer(old, array.dtype).reshape(array.shape)
+
+
+def _refill(container: list | set | deque, old: list) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(old)
+
+
+def _package(value: type | types.FunctionType) -> str:
+    """Return the top package that a class or a function is from; a function is from where its global names are."""
+    name = value.__module__ if isinstance(value, type) else value.__globals__.get("__name__")
+    return str(name).partition(".")[0]
+
+
+def _names(slots: object) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _cells(cells: tuple) -> list:
+    found = []
+    for cell in cells:
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            found.append(None)
+    return found
+
+
+def _fill_cells(cells: tuple, old: list) -> None:
+    for cell, value in zip(cells, old, strict=True):
+        cell.cell_contents = value
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """Return the global names that ``code`` may use, functions inside it included."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _global_names(constant)
+    return list(dict.fromkeys(names))
