@@ -263,7 +263,7 @@ class Recording:
         tapes, self._tapes = self._tapes, []
         gradients, view = self.gradients, self.view
         self.serial += 1  # a backward of the last forward has nothing to replay any more
-        self.memory = self.view = self.signature = self.gradients = None
+        self.memory = self.view = self.signature = self.gradients = self._recorder = None
         self.input = None
         self.outputs = self.output_gradients = self.parameters = ()
         self.observed = {}

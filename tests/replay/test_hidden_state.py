@@ -6,8 +6,8 @@ Each fault is shown first, with nobody looking for such state.
 from __future__ import annotations
 
 import itertools
+import os
 import random
-import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -324,18 +324,15 @@ def test_a_cache_that_is_built_at_the_first_step_costs_one_step():
 # The self-check --------------------------------------------------------------------------------------------------
 
 
-class HiddenCount(Wrapped):
-    """Calls into something that the look for state does not reach, as an extension in C would be."""
+class Noisy(Wrapped):
+    """Depends on what the look for state does not reach, as an extension in C may."""
 
     def forward(self, x):
-        x = self.inner(x)
-        return x + torch.linspace(-1, 1, x.shape[-1]).sin() * hidden_count() % 3
+        return self.inner(x) + 1e-3 * torch.tensor(list(os.urandom(8))).view(1, 8, 1, 1)
 
 
-def hidden_count() -> int:
-    """Count calls in the interpreter's own module, whose names nobody looks through."""
-    sys.__dict__["_calls"] = sys.__dict__.get("_calls", 0) + 1
-    return sys.__dict__["_calls"]
+def add_noise(model: nn.Module) -> None:
+    model.model[8] = Noisy(model.model[8])
 
 
 @pytest.fixture
@@ -348,19 +345,19 @@ def deterministic():
 @pytest.mark.parametrize("mode", [True, "verify"])
 def test_where_two_eager_passes_differ_nothing_is_recorded(mode, deterministic, warned):
     """With deterministic kernels, they differ for state that was not put back."""
-    fit = Fit(True, prepare=wrap(HiddenCount), options={"capture_network": mode}).run(4)
+    fit = Fit(True, prepare=add_noise, options={"capture_network": mode}).run(4)
     assert fit.report.replayed == 0 and fit.report.recordings == 0 and fit.report.unverifiable == []
     assert fit.report.blocked.startswith("self-check: two eager passes of one step differ in ")
     assert "register_buffer" in fit.report.blocked and len(warned) == 1 and fit.report.blocked in warned[0]
 
 
 def test_without_deterministic_kernels_it_is_told(warned):
-    fit = Fit(True, prepare=wrap(HiddenCount)).run(4)
+    fit = Fit(True, prepare=add_noise).run(4)
     count = len(fit.report.unverifiable)
     assert fit.report.replayed == 3 and count > 9 and warned == []
     assert f"; {count} results could not be checked" in fit.report.line()
     assert fit.report.to_dict()["unverifiable"] == fit.report.unverifiable
-    verified = Fit(True, prepare=wrap(HiddenCount), options={"capture_network": "verify"}).run(4)
+    verified = Fit(True, prepare=add_noise, options={"capture_network": "verify"}).run(4)
     assert verified.report.replayed == 3
     assert len(warned) == 1 and "capture_network=verify: " in warned[0]
     assert f" {len(verified.report.unverifiable)} results are left out" in warned[0]
