@@ -60,19 +60,28 @@ class ReusedGradients:
     def hand_out(self) -> list[Tensor | None]:
         """After a replayed backward: return a fresh alias per gradient, for autograd to adopt or to add.
 
-        Where a window is to go on, a gradient that would be adopted is an alias of the second set instead.
+        Where a window is to go on, a gradient that would be adopted is an alias of the second set instead; where there
+        is no room for one, it leaves before the next forward, as in the first window.
         """
-        if not self.accumulates or any(p.grad is not None for p in self.parameters):
+        wanted = self.accumulates and all(p.grad is None for p in self.parameters)
+        if not wanted or not self._have_own():
             return [None if gradient is None else gradient.detach() for gradient in self.all]
-        if not self.own or not self._own_is_free():  # none yet, or somebody kept some
-            self.own = [torch.empty_like(gradient) for gradient in self.static]
-            self._own_storages = [own.untyped_storage()._cdata for own in self.own]
-            self._own_unused = self._count(self._own_storages)
         with torch.no_grad():
             torch._foreach_copy_(self.own, self.static)
         self._own_are_out = True
         handed = iter([own.detach() for own in self.own])
         return [None if gradient is None else next(handed) for gradient in self.all]
+
+    def _have_own(self) -> bool:
+        """Return whether there is a second set that nobody uses, after making one where that is needed."""
+        if not self.own or not self._own_is_free():  # none yet, or somebody kept some
+            try:
+                own = [torch.empty_like(gradient) for gradient in self.static]
+            except RuntimeError:
+                return False
+            self.own, self._own_storages = own, [gradient.untyped_storage()._cdata for gradient in own]
+            self._own_unused = self._count(self._own_storages)
+        return True
 
     def _own_is_free(self) -> bool:
         return self._count(self._own_storages) == self._own_unused

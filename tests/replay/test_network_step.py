@@ -18,37 +18,11 @@ from detgraph.trainer.gradients import ReusedGradients
 from detgraph.trainer.network import OTHER_SHAPE, TOO_EARLY, GraphedNetworkStep
 from detgraph.trainer.report import CaptureReport
 from emulator import EmulatingRecorder
+from probe import Probe
 from protection_off import no_backward_checks, no_gradient_moves
 from steps import Fit, make_batch, twin
 
 # The probe: one weight, derivatives chosen by hand ---------------------------------------------------------------
-
-
-class Scale(nn.Module):
-    """One weight times the input, dressed as the output of a Detect head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        boxes = (self.weight * x).flatten(2)
-        return {"boxes": boxes, "scores": boxes * 1.0, "feats": [x]}
-
-
-class Probe(nn.Module):
-    """The part of a detection model's interface that a network step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(Scale())
-        self.save: list[int] = []
-
-    def predict(self, x):
-        return self.model(x)
-
-    def init_criterion(self):
-        return None
 
 
 def probe(shared_pool: bool) -> tuple[GraphedNetworkStep, nn.Parameter]:
