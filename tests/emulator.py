@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,6 +27,7 @@ from detgraph.trainer.lending import Memory
 
 T = TypeVar("T")
 HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::unique_dim"}
+DRAWS = {"dropout", "rand", "randn", "randint", "uniform", "normal", "bernoulli", "rand_like", "randn_like"}
 
 
 class EmulatedMemory(Memory, TorchDispatchMode):
@@ -71,6 +73,15 @@ class EmulatedMemory(Memory, TorchDispatchMode):
             torch.UntypedStorage._new_with_weak_ptr(key).fill_(255)
 
 
+class PoisonedGenerator(TorchFunctionMode):
+    """What a device's random generator is after a capture that became invalid: the next number drawn is an error."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "").strip("_") in DRAWS:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly. (emulated)")
+        return func(*args, **(kwargs or {}))
+
+
 class EmulatedTape(TorchDispatchMode):
     """The operations of one pass; ``replay`` runs them again on the same tensors, results written in place."""
 
@@ -80,6 +91,7 @@ class EmulatedTape(TorchDispatchMode):
         self.calls: list[tuple] = []
         self.later_results: list[Tensor] = []
         self.released = False
+        self.valid = True
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -91,6 +103,7 @@ class EmulatedTape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name in HOST_READS:
+            self.valid = False
             raise RuntimeError(f"operation not permitted when stream is capturing (emulated): {func._schema.name}")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -136,11 +149,14 @@ class EmulatingRecorder:
     """Stands in for the CUDA recorder; ``recorded`` counts captures, ``fail_with`` makes the next one raise.
 
     With ``shared_pool`` off, the tapes of a recording do not reuse each other's memory, and the gradients of a backward
-    live until the next backward.
+    live until the next backward. A capture that has become invalid poisons the generator, as torch does on CUDA, until
+    it is abandoned in the way that heals it; with ``heals`` off, it is not.
     """
 
-    def __init__(self, shared_pool: bool = True) -> None:
+    def __init__(self, shared_pool: bool = True, heals: bool = True) -> None:
         self.shared_pool = shared_pool
+        self.heals = heals
+        self.poison: PoisonedGenerator | None = None
         self.recorded = 0
         self.fail_with: BaseException | None = None
         self._tapes: list[EmulatedTape] = []
@@ -155,8 +171,14 @@ class EmulatingRecorder:
             error, self.fail_with = self.fail_with, None
             raise error
         tape = EmulatedTape(self._memory)
-        with tape:
-            result = run()
+        try:
+            with tape:
+                result = run()
+        except BaseException:
+            if not tape.valid and not self.heals and self.poison is None:
+                self.poison = PoisonedGenerator()
+                self.poison.__enter__()
+            raise
         for earlier in self._tapes if self.shared_pool else ():
             earlier.later_results += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._tapes.append(tape)

@@ -82,6 +82,48 @@ def test_what_cannot_be_found_costs_the_recording(monkeypatch):
     assert pair.reasons == ["validation left 1 tensors in the recording's memory"]
 
 
+@pytest.mark.parametrize("where", ["in_use", "routed"])
+def test_a_loan_that_cannot_be_made_costs_the_recording_and_no_more(where, monkeypatch, warned):
+    def fail(fit: Fit) -> None:
+        if fit.capture:
+            monkeypatch.setattr(EmulatedMemory, where, broken)
+        validate(fit)
+        monkeypatch.undo()
+
+    def broken(self):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    pair = twin({3: fail}, steps=6, ema=True)
+    pair.assert_same(replayed=2)
+    assert pair.report.blocked == "lending the recording's memory failed: CUDA out of memory."
+    assert pair.report.lent == {} and len(warned) == 1
+
+
+def test_a_loan_that_cannot_be_settled_costs_the_recording_and_no_more(monkeypatch, warned):
+    def lend(fit: Fit) -> None:
+        with fit.network_step.lend("validation"):
+            fit.memory["kept"] = torch.arange(6.0)
+        monkeypatch.setattr(Loan, "settle", broken)
+
+    def look(fit: Fit) -> None:
+        fit.note(fit.memory["kept"].tolist())
+
+    def broken(self, survivors):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    pair = twin({2: lend, 5: look}, steps=6)
+    pair.assert_same(replayed=1)
+    assert pair.report.blocked == "replay failed: CUDA out of memory." and len(warned) == 1
+
+
+def test_what_was_not_routed_is_not_counted_as_lent(monkeypatch):
+    """Where torch cannot route a stream's allocations, validation runs beside the recording, and the report says so."""
+    monkeypatch.setattr(EmulatedMemory, "lends", False)
+    pair = twin({2: validate, 5: validate}, steps=7, ema=True)
+    pair.assert_same(replayed=6)
+    assert pair.report.lent == {}
+
+
 def test_an_error_inside_gives_the_recording_up():
     def fail(fit: Fit) -> None:
         with fit.network_step.lend("validation"):

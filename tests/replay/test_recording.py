@@ -16,7 +16,7 @@ from detgraph.trainer.network import RECORDING, GraphedNetworkStep
 from detgraph.trainer.recording import Recording
 from detgraph.trainer.state import NetworkState
 from emulator import EmulatedTape, EmulatingRecorder
-from steps import Fit, make_batch, twin
+from steps import Fit, Wrapped, make_batch, twin, wrap
 
 
 class LyingRecorder(EmulatingRecorder):
@@ -189,6 +189,27 @@ def test_a_failed_capture_leaves_no_trace(error, capture, warned):
     assert len(warned) == 1 and str(error) in warned[0]
     assert torch.is_autocast_cache_enabled() == before
     assert_ordinary(pair.replaying)
+
+
+class Reads(Wrapped):
+    """Asks the device for a value in the middle of the forward, as a block that clips by a norm may."""
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x * (1.0 if x.abs().max().item() < 1e9 else 0.5)
+
+
+def test_a_capture_that_becomes_invalid_poisons_nothing(warned):
+    """What comes next draws random numbers (dropout, here): without healing an error, long after its cause."""
+    pair = twin(prepare=wrap(Reads))
+    pair.assert_same(replayed=0)
+    assert pair.report.blocked.startswith("recording failed: operation not permitted when stream is capturing")
+    assert len(warned) == 1
+
+    left = Fit(True, prepare=wrap(Reads), recorder=lambda: EmulatingRecorder(heals=False))
+    with pytest.raises(RuntimeError, match="Offset increment outside graph capture"):
+        left.run(2)
+    left.recorder.poison.__exit__(None, None, None)
 
 
 def test_without_the_restore_a_failed_capture_shows(monkeypatch):
