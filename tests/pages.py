@@ -15,7 +15,7 @@ from helpers import ROOT
 
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "records")
 PAGES = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
-OUR_SCRIPTS = (["yolo"], ["detgraph"], ["python", "-m", "detgraph.trainer"])
+OUR_SCRIPTS = (["yolo"], ["detgraph"], ["python", "-m", "detgraph.trainer"], ["python", "-m", "detgraph"])
 
 
 def read(name: str) -> str:
