@@ -20,6 +20,7 @@ import pytest
 
 from detgraph.trainer import golden, golden_file
 from detgraph.trainer.golden_compare import DIFFERENT, SAME, WITHIN, Tolerance, compare
+from schemas import complaints
 
 from ..goldens import goldens
 
@@ -79,6 +80,13 @@ def test_stock_is_stock_and_replay_replayed(runs) -> None:
     assert fits["ours"]["trainer"].startswith("detgraph.") and fits["ours"]["loop"] == "lightning"
     assert fits["replay"]["replayed"] == 7 and fits["ours"]["replayed"] == 0
     assert golden_file.read(runs / "stock.json") == golden_file.read(runs / "stock" / golden_file.FILE_NAME)
+
+
+@pytest.mark.parametrize("name", ["base", "replay", "broken", "stock"])
+def test_what_is_written_is_as_the_shipped_schemas_say(runs, name) -> None:
+    assert not complaints(golden_file.read(runs / name / golden_file.FILE_NAME), "golden")
+    if name == "replay":
+        assert not complaints(json.loads((runs / name / "capture.json").read_text()), "capture")
 
 
 def test_recording_says_where_the_golden_is(runs) -> None:
