@@ -5,7 +5,10 @@ This folder is the bottom layer. It imports nothing of ours, and neither torch n
 
 from detgraph.cfg.options import (
     COMMAND_LINE_KEYS,
+    PYTHON_KEY,
     REPORT_NAME,
+    REPORT_SCHEMA,
+    VALUE_WORDS,
     CaptureOptionError,
     CaptureOptions,
     as_words,
@@ -14,13 +17,17 @@ from detgraph.cfg.options import (
     merge_options,
     min_torch,
     precision_blocker,
+    refuse_outside_training,
     remembered_options,
     split_options,
 )
 
 __all__ = (
     "COMMAND_LINE_KEYS",
+    "PYTHON_KEY",
     "REPORT_NAME",
+    "REPORT_SCHEMA",
+    "VALUE_WORDS",
     "CaptureOptionError",
     "CaptureOptions",
     "as_words",
@@ -29,6 +36,7 @@ __all__ = (
     "merge_options",
     "min_torch",
     "precision_blocker",
+    "refuse_outside_training",
     "remembered_options",
     "split_options",
 )

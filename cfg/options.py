@@ -22,6 +22,8 @@ _KEYS, _OPTIONS = _SPEC["keys"], _SPEC["options"]
 COMMAND_LINE_KEYS = tuple(_KEYS)
 PYTHON_KEY = "capture_options"
 REPORT_NAME = "capture.json"
+REPORT_SCHEMA = 1  # of the reports that are written, and the only one that is read
+VALUE_WORDS = frozenset(str(value).lower() for spec in _KEYS.values() for value in spec["allowed"])
 
 _WORDS = {"true": True, "false": False}  # what a shell or a quoted yaml value hands over instead of a bool
 _MODES = frozenset({"val", "predict", "export", "track", "benchmark"})  # upstream's modes that train nothing
@@ -133,7 +135,7 @@ def split_options(
 
 
 def refuse_near_miss(name: str) -> None:
-    """Raise CaptureOptionError if `name` looks like a misspelling of one of our keys, or is a Python-level option."""
+    """Raise CaptureOptionError if `name` looks like one of our keys, misspelt, or is a Python-level option."""
     if name in _OPTIONS:
         raise CaptureOptionError(
             f"'{name}' is an option of the capture, not a key of its own. "
@@ -141,6 +143,8 @@ def refuse_near_miss(name: str) -> None:
         )
     spelt = name.lower().replace("-", "_").strip("_")
     close = get_close_matches(spelt, [*_KEYS, PYTHON_KEY], n=1, cutoff=0.75)
+    if "cudagraph" in spelt.replace("_", ""):  # as other trainers name the like
+        close = ["capture_network"]
     if spelt.startswith("capture"):
         begun = [name for name in _KEYS if name.startswith(spelt)]
         close = begun or close or get_close_matches(spelt, _KEYS, n=1, cutoff=0)
@@ -167,27 +171,35 @@ def merge_options(ours: Mapping[str, Any], ambient: CaptureOptions | None = None
     return replace(options or CaptureOptions(), **given) if given else options
 
 
-def check_contradictions(options: CaptureOptions | None, args: Mapping[str, Any], mode: str = "train") -> None:
+def refuse_outside_training(ours: Mapping[str, Any], mode: str) -> None:
+    """Refuse our arguments, as `split_options` took them out, where nothing is trained.
+
+    Args:
+        ours: Our arguments; none are no matter.
+        mode: Upstream's mode, or the name of a command.
+
+    Raises:
+        CaptureOptionError: If there are any and `mode` is not "train"; it names those that were given.
+    """
+    if ours and mode != "train":
+        kind = "mode" if mode in _MODES else "command"
+        raise CaptureOptionError(
+            f"{as_words(ours)} has no meaning for {kind} '{mode}': only training records anything. "
+            f"Leave {' and '.join(ours)} out, or use mode 'train'."
+        )
+
+
+def check_contradictions(options: CaptureOptions | None, args: Mapping[str, Any]) -> None:
     """Refuse requests that cannot both be met. `options` is None when the user gave none, and then all is well.
 
     Args:
         options: The options the user gave.
         args: Upstream's arguments beside them.
-        mode: Upstream's mode, or the name of a command.
 
     Raises:
-        CaptureOptionError: If options were given outside training, or `compile` is on together with `capture_network`.
+        CaptureOptionError: If `compile` is on together with `capture_network`.
     """
-    if options is None:
-        return
-    if mode != "train":
-        kind = "mode" if mode in _MODES else "command"
-        given = options.asked or dict.fromkeys(_KEYS, False)
-        raise CaptureOptionError(
-            f"{as_words(given)} has no meaning for {kind} '{mode}': only training records anything. "
-            f"Leave {' and '.join(given)} out, or use mode 'train'."
-        )
-    if options.network and (compiled := args.get("compile")):
+    if options is not None and options.network and (compiled := args.get("compile")):
         raise CaptureOptionError(
             f"capture_network={options.capture_network} and compile={compiled} contradict each other: the capture "
             "replays the network as eager mode runs it, bit for bit, and torch.compile computes another one. "
@@ -223,18 +235,36 @@ def remembered_options(run_dir: str | Path) -> CaptureOptions | None:
     """Return the options that `capture.json` of an earlier fit remembers, or None if there is no such file.
 
     Raises:
-        CaptureOptionError: If the file is there and cannot be used.
+        CaptureOptionError: If the file is there and cannot be used: empty, broken, of another program or schema.
     """
     path = Path(run_dir) / REPORT_NAME
     try:
-        return CaptureOptions.from_dict(json.loads(path.read_text(encoding="utf-8"))["options"])
+        return _reported_options(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as e:  # a CaptureOptionError is a ValueError
+    except (OSError, ValueError) as e:  # a CaptureOptionError is a ValueError
         raise CaptureOptionError(
-            f"{path} cannot be read ({type(e).__name__}: {e}), so the options of the earlier fit are unknown. "
-            "Give capture_network=True or capture_network=False, or delete the file to resume eagerly."
+            f"{path} cannot be used ({e}), so the options of the earlier fit are unknown. Give capture_network=True or "
+            "capture_network=False, or move the file away to train eagerly."
         ) from e
+
+
+def _reported_options(text: str) -> CaptureOptions:
+    """Return the options in a report's text. Raises ValueError, saying what the text is instead."""
+    if not text.strip():
+        raise ValueError("it is empty")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"it is not JSON: {e}") from e
+    schema, options = (content.get(key) for key in ("schema", "options")) if isinstance(content, dict) else (None, None)
+    if type(schema) is not int:  # nor a bool
+        raise ValueError("it is no report of detgraph: it has no number of a schema")
+    if schema != REPORT_SCHEMA:
+        raise ValueError(f"its schema is {schema}, and this version reads {REPORT_SCHEMA}: another version wrote it")
+    if not isinstance(options, dict) or not options.keys() & _KEYS.keys():
+        raise ValueError(f"it is no report of detgraph: its 'options' have no {' or '.join(_KEYS)}")
+    return CaptureOptions.from_dict(options)
 
 
 def as_words(given: Mapping[str, Any]) -> str:

@@ -20,7 +20,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from detgraph.cfg import CaptureOptions, as_words, check_contradictions, merge_options, split_options
+from detgraph.cfg import (
+    PYTHON_KEY,
+    REPORT_NAME,
+    CaptureOptionError,
+    CaptureOptions,
+    as_words,
+    check_contradictions,
+    merge_options,
+    remembered_options,
+    split_options,
+)
 from detgraph.patches.registry import Patch
 
 ambient_options: ContextVar[CaptureOptions | None] = ContextVar("ambient_options", default=None)
@@ -34,14 +44,15 @@ def route(model: Any, upstream_train: Callable[..., Any], trainer: Any, kwargs: 
         model: Upstream's `Model`, of any class.
         upstream_train: Upstream's `Model.train` itself, as a function of the model.
         trainer: The trainer the caller chose, or None.
-        kwargs: The caller's arguments, ours among them. They win over a `cfg=` yaml, and that over `ambient_options`.
+        kwargs: The caller's arguments, ours among them. They win over a `cfg=` yaml, that over `ambient_options`, and
+            those over what the run remembers whose args.yaml it is.
 
     Raises:
         CaptureOptionError: Before any work, for a value, a name or a combination that is not allowed.
     """
     ours, kwargs = split_options(kwargs, known_keys())
     with stock_yaml(kwargs.get("cfg")) as (path, yaml_ours, yaml_rest):
-        options = merge_options({**yaml_ours, **ours}, ambient_options.get())
+        options = chosen_options({**yaml_ours, **ours}, kwargs.get("cfg"), ambient_options.get())
         check_contradictions(options, {**yaml_rest, **kwargs})
 
         # Several data sets in a row are a matter of child processes that run upstream's own command line, unless a
@@ -61,6 +72,31 @@ def route(model: Any, upstream_train: Callable[..., Any], trainer: Any, kwargs: 
                 trainer = _remembering(trainer or model._smart_load("trainer"), kwargs["cfg"])
             kwargs["cfg"] = path
         return upstream_train(model, trainer=trainer, **kwargs)
+
+
+def chosen_options(
+    ours: Mapping[str, Any], cfg: Any = None, ambient: CaptureOptions | None = None
+) -> CaptureOptions | None:
+    """Return what a training is asked for: `merge_options`, over what the run remembers whose args.yaml `cfg` is.
+
+    What is taken from there is said in one line.
+
+    Raises:
+        CaptureOptionError: If a value is not allowed. If the run's report cannot be used, and nobody gave an option.
+    """
+    remembered = None
+    if ambient is None and PYTHON_KEY not in ours and isinstance(cfg, (str, Path)) and Path(cfg).name == "args.yaml":
+        folder = Path(cfg).parent
+        try:
+            remembered = remembered_options(folder)
+        except CaptureOptionError:
+            if not ours:
+                raise
+    if remembered is not None and (taken := {k: v for k, v in remembered.asked.items() if k not in ours}):
+        from ultralytics.utils import LOGGER
+
+        LOGGER.info(f"{as_words(taken)}, as {folder / REPORT_NAME} has it. What you give yourself wins.")
+    return merge_options(ours, ambient or remembered)
 
 
 @contextmanager

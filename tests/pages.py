@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from detgraph.cfg import CaptureOptionError
-from detgraph.trainer.cli import COMMANDS, read_command_line
+from detgraph.trainer.cli import COMMANDS, read_command_line, upstream_command
 from helpers import ROOT
 
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "records")
 PAGES = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
-OUR_SCRIPTS = (["yolo"], ["detgraph"], ["python", "-m", "detgraph.trainer"])
+OUR_SCRIPTS = (["yolo"], ["detgraph"], ["python", "-m", "detgraph.trainer"], ["python", "-m", "detgraph"])
 
 
 def read(name: str) -> str:
@@ -90,7 +90,7 @@ def wrong_words(words: list[str]) -> list[str]:
 
     if words[0] == "golden":
         return wrong_golden_words(words[1:])
-    if words[0] in COMMANDS:
+    if words[0] in COMMANDS or upstream_command(words[0]):
         return []
     try:
         with ExitStack() as stack:

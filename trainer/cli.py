@@ -11,22 +11,25 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from detgraph.cfg import (
     COMMAND_LINE_KEYS,
+    VALUE_WORDS,
     CaptureOptionError,
     CaptureOptions,
     check_contradictions,
     describe_options,
     merge_options,
+    refuse_outside_training,
     split_options,
 )
 
 # Our commands, by first word -> "module:function", imported when called. A function takes the words after it and may
 # return an exit status.
 COMMANDS = {
-    "cfg": "detgraph.trainer.cli:show_cfg",
     "patches": "detgraph.trainer.cli:show_patches",
     "golden": "detgraph.trainer.golden:main",
     "why": "detgraph.trainer.why:main",
@@ -43,7 +46,8 @@ HELP = """
         yolo patches                            say whether patches and loop fit the installed upstream
 """
 
-# Words at which upstream stops reading arguments and does something else; it accepts dashes, singulars and initials.
+# Words at which upstream stops reading arguments and does something else; it accepts dashes, singulars and initials, of
+# which a later command's count.
 _UPSTREAM_COMMANDS = ("checks", "version", "settings", "cfg", "login", "logout", "copy-cfg", "solutions", "help")
 
 
@@ -71,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if trains:
                 _apply_patches(options)
             _run_upstream(words, options)
-            if not words or words[0].lstrip("-").lower() in ("help", "h"):
-                print(HELP)
+            _add_to_upstream(upstream_command(words[0]) if words else "help")
     except (CaptureOptionError, PatchDriftError) as e:
         print(f"yolo: error: {e}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -92,23 +95,21 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
     Raises:
         CaptureOptionError: For a misspelt or incomplete key, a value that is not allowed, or a contradiction.
     """
-    from ultralytics.cfg import DEFAULT_CFG, DEFAULT_CFG_DICT, MODES, TASKS, merge_equals_args, smart_value
+    from ultralytics.cfg import DEFAULT_CFG, DEFAULT_CFG_DICT, MODES, TASKS, smart_value
 
     from detgraph.patches import route_train
 
     try:
-        merged = merge_equals_args(words)
+        merged = merged_words(words)
     except (SyntaxError, IndexError):  # upstream will say what is wrong with its brackets
         return None, words, False
 
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}  # upstream's arguments as upstream will read them, to find contradictions
     rest: list[str] = []
-    command, known = None, route_train.known_keys()
+    command, known, cfg = None, route_train.known_keys(), None
     for word in merged:
-        text = word[2:] if word.startswith("--") else word
-        text = text[:-1] if text.endswith(",") else text
-        key, equals, value = (part.strip() for part in text.partition("="))
+        key, equals, value = _split_word(word)
         if key in COMMAND_LINE_KEYS:
             if not value:
                 raise CaptureOptionError(f"'{key}' has no value: write {key}=True.")
@@ -124,6 +125,7 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
                 path, yaml_ours, yaml_theirs = stack.enter_context(route_train.stock_yaml(value))
                 if path is not None:
                     rest[-1] = f"cfg={path}"
+                cfg = cfg or value
                 ours, theirs = {**yaml_ours, **ours}, {**yaml_theirs, **theirs}  # what was said before wins
             else:
                 theirs[key] = value
@@ -131,7 +133,7 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
             theirs["task"] = key
         elif key in MODES:
             theirs["mode"] = key
-        elif _is_upstream_command(key):
+        elif upstream_command(key):
             command = key
         elif isinstance(DEFAULT_CFG_DICT.get(key), bool):
             theirs[key] = True  # a bare `compile` switches it on
@@ -142,9 +144,10 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
             split_options({key: None}, known, python=False)
 
     mode = "track" if theirs.get("task") == "track" else theirs.get("mode") or DEFAULT_CFG.mode or "predict"
-    options = merge_options(ours)
-    check_contradictions(options, theirs, command or mode)
     trains = bool(words) and command is None and mode == "train"  # without a word, upstream prints its help
+    options = route_train.chosen_options(ours, cfg) if trains else merge_options(ours)
+    refuse_outside_training(ours, command or mode)
+    check_contradictions(options, theirs)
     if options is None:
         return None, words, trains
     # A word that still ends in '=' is an error that upstream reports; it must not swallow the word after a gap of ours.
@@ -152,11 +155,34 @@ def read_command_line(words: list[str], stack: ExitStack) -> tuple[CaptureOption
     return options, rest or [f"mode={mode}"], trains
 
 
-def show_cfg(words: list[str]) -> None:
-    """Print upstream's arguments with their defaults, then ours."""
-    with ExitStack() as stack:
-        _run_upstream(read_command_line(["cfg", *words], stack)[1], None)
-    print(describe_options())
+def merged_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line as upstream joins them around '=' and in brackets, our keys with a value each.
+
+    As with upstream's switches, a key alone is True; a value may also follow it, as in `--capture_network True`.
+
+    Raises:
+        SyntaxError, IndexError: As upstream's, for a bracket or an '=' that has no other side.
+    """
+    from ultralytics.cfg import merge_equals_args
+
+    merged: list[str] = []
+    bare = None  # the key of ours that the word before is, without a value
+    for word in merge_equals_args(list(words)):
+        key, equals, _ = _split_word(word)
+        if bare and not equals and key.lower() in VALUE_WORDS:
+            merged[-1], bare = f"{bare}={key}", None
+            continue
+        bare = key if key in COMMAND_LINE_KEYS and not equals else None
+        merged.append(f"{bare}=True" if bare else word)
+    return merged
+
+
+def _split_word(word: str) -> tuple[str, str, str]:
+    """Return key, '=' (or nothing) and value of a word, without what upstream overlooks: two dashes, a comma."""
+    text = word[2:] if word.startswith("--") else word
+    text = text[:-1] if text.endswith(",") else text
+    key, equals, value = (part.strip() for part in text.partition("="))
+    return key, equals, value
 
 
 def show_patches(words: list[str]) -> int:
@@ -217,9 +243,29 @@ def _run_upstream(words: list[str], options: CaptureOptions | None) -> None:
             argv[:] = words_before
 
 
-def _is_upstream_command(word: str) -> bool:
+def upstream_command(word: str) -> str | None:
+    """Return which of upstream's commands `word` is, or None."""
     bare = word.lower().lstrip("-")
-    return any(bare in (name, name[0], name.removesuffix("s")) for name in _UPSTREAM_COMMANDS)
+    names = reversed(_UPSTREAM_COMMANDS)
+    return next((name for name in names if bare in (name, name[0], name.removesuffix("s"))), None)
+
+
+def _add_to_upstream(command: str | None) -> None:
+    """Print or do what we add to one of upstream's commands, after it."""
+    if command == "help":
+        print(HELP)
+    elif command == "cfg":
+        print(describe_options())
+    elif command == "version":
+        print(f"detgraph {version('detgraph')} on ultralytics {version('ultralytics')}")
+    elif command == "copy-cfg":
+        from ultralytics.utils import DEFAULT_CFG_PATH
+
+        # Switched off: the copy serves upstream alone and modes that do not train, too.
+        ours = (line if line.startswith("#") else f"# {line}" for line in describe_options().splitlines())
+        with Path(DEFAULT_CFG_PATH.name.replace(".yaml", "_copy.yaml")).open("a", encoding="utf-8") as copy:
+            copy.write("\n" + "\n".join(ours) + "\n")
+        print("Its last lines are keys of detgraph, for training only: take the '# ' away to use one.")
 
 
 def _imported(path: str) -> Any:

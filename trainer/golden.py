@@ -40,7 +40,9 @@ def main(words: Sequence[str]) -> int:
             return record(rest, args.out, args.detail, args.stock)
         if rest:
             raise GoldenError(f"unknown argument '{rest[0]}': see yolo golden compare --help.")
-        comparison = compare_paths(args.a, args.b, args.tolerance, args.checkpoints)
+        if args.same_environment and args.tolerance:
+            raise GoldenError("--tolerance is for goldens of unlike environments: leave it or --same-environment out.")
+        comparison = compare_paths(args.a, args.b, args.tolerance, args.checkpoints, args.same_environment)
     except GoldenError as e:
         return _fail(str(e), getattr(args, "json", False))
     except Exception as e:  # a script reads status 1 as "different"
@@ -73,7 +75,9 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
         script = Path(golden_record.__file__)
         command = [sys.executable, str(script), str(out or ""), detail, *words]
         status = subprocess.run(command).returncode
-        if status not in (0, 3):
+        if status == golden_record.NOT_WRITTEN:  # it has said so
+            return ERROR_STATUS
+        if status not in (0, golden_record.NOT_SEEN):
             raise GoldenError(f"the stock fit ended with status {status}; what it said is above.")
         seen = status == 0
     else:
@@ -83,35 +87,40 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
         try:
             with golden_record.recording(out, golden_record.parse_detail(detail)) as records:
                 yolo(words)
+        except GoldenError:
+            raise
         except Exception as e:  # what it says, as training does; the status is ours
             traceback.print_exc()
             raise GoldenError(f"the fit ended with {type(e).__name__}; what it said is above.") from e
         finally:
-            for path in (Path(fit.trainer.save_dir) / FILE_NAME for fit in records):
-                tell(f"golden: {path}" + (f", {out}" if out else ""))
+            for line in golden_record.told(records):
+                tell(line)
         seen = bool(records)
     if not seen:
         raise GoldenError("no fit was seen: it trained in child processes, or not at all.")
     return SAME_STATUS
 
 
-def compare_paths(a: Path, b: Path, tolerance: Tolerance | None = None, checkpoints: bool = False) -> Comparison:
+def compare_paths(
+    a: Path, b: Path, tolerance: Tolerance | None = None, checkpoints: bool = False, same_environment: bool = False
+) -> Comparison:
     """Compare two goldens or run folders.
 
     Args:
         tolerance: What goldens of unlike environments may differ by.
         checkpoints: Whether to open the last checkpoints of run folders whose goldens part, too.
+        same_environment: Whether to refuse goldens whose environments give no reason to expect the same bits.
 
     Raises:
-        GoldenError: if one of them cannot be read, they have nothing in common, or a run folder's golden is of another
-            fit than its results.
+        GoldenError: if one of them cannot be read, they have nothing in common, a run folder's golden is of another fit
+            than its results, or the environments are unlike (or unknown) and have to be the same.
     """
     for path in (a, b):
         if not path.exists():
             raise GoldenError(f"{path} does not exist: give a golden ({FILE_NAME}) or a run folder.")
     folders = a.is_dir() and b.is_dir()
     goldens = [path / FILE_NAME if path.is_dir() else path for path in (a, b)]
-    if folders and not all(path.is_file() for path in goldens):
+    if folders and not same_environment and not all(path.is_file() for path in goldens):
         return golden_runs.compare_runs(a, b)
     for path in goldens:
         if not path.exists():
@@ -123,6 +132,12 @@ def compare_paths(a: Path, b: Path, tolerance: Tolerance | None = None, checkpoi
                 f"{path}/results.csv is not of the fit that {FILE_NAME} was recorded of: another fit has trained there "
                 f"since, or went on. Record it again, or delete {path / FILE_NAME} to compare the folder's other files."
             )
+    unlike = golden_file.environment_differences(*(content["environment"] for content in contents))
+    if same_environment and unlike:
+        raise GoldenError(
+            f"environments differ in {'; '.join(unlike)}: record {a} again in today's environment, or leave "
+            "--same-environment out."
+        )
     comparison = compare(*contents, tolerance)
     if comparison.partings and folders and checkpoints:
         try:
@@ -150,10 +165,10 @@ def _training_words(words: Sequence[str], stock: bool) -> list[str]:
     if not words:
         raise GoldenError("nothing to train: write yolo golden record model=... data=...")
     for word in words:
-        if word.startswith("--") and "=" not in word and word[2:] not in {*MODES, *TASKS}:
+        if word.startswith("--") and "=" not in word and word[2:] not in {*MODES, *TASKS, *COMMAND_LINE_KEYS}:
             raise GoldenError(f"unknown option '{word}': see yolo golden record --help.")
     pairs = {key.strip(): value.strip() for key, equals, value in (word.partition("=") for word in bare) if equals}
-    if stock and (ours := pairs.keys() & set(COMMAND_LINE_KEYS)):
+    if stock and (ours := {word.partition("=")[0].strip() for word in bare} & set(COMMAND_LINE_KEYS)):
         raise GoldenError(f"{min(ours)} has no meaning for upstream's own loop: leave it out, or --stock.")
     if isinstance(data := smart_value(pairs.get("data", "")), (list, tuple)):
         raise GoldenError(f"several data sets train in child processes: record one at a time, as in data={data[0]}")
@@ -215,6 +230,9 @@ def _parser() -> argparse.ArgumentParser:
     com.add_argument("a", type=Path, metavar="A", help="golden or run folder")
     com.add_argument("b", type=Path, metavar="B", help="golden or run folder")
     com.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    com.add_argument(
+        "--same-environment", action="store_true", help="refuse goldens of unlike environments: an error, status 2"
+    )
     com.add_argument(
         "--checkpoints", action="store_true", help="where goldens part, open the last.pt of both run folders, too"
     )

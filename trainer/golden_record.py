@@ -38,6 +38,9 @@ DETAIL = (0, 100)
 """Steps, from the first up to but not including the last, whose tensors are recorded one by one."""
 
 
+NOT_SEEN, NOT_WRITTEN = 3, 4  # exit statuses of the process that records a stock fit
+
+
 def short(*parts: object) -> str:
     """Return the first 16 digits of a digest."""
     return digests.digest(*parts)[:16]
@@ -97,6 +100,8 @@ class FitRecord:
         self.loss_names: list[str] = []
         self.updates = 0  # optimizer steps
         self.device: torch.device | None = None
+        self.written: list[Path] = []
+        self.unwritten: list[str] = []  # with the reasons
         self._names: dict[str, dict[str, int]] = {}
         self._tensors: dict[str, dict[str, list]] = {}
         self._watch(trainer)
@@ -228,14 +233,16 @@ class FitRecord:
             return "not begun"
         return "upstream" if getattr(self.trainer, "loop_state", None) is None else "lightning"
 
-    def write(self, out: str | Path | None = None, error: BaseException | None = None) -> list[Path]:
-        """Write the golden into the run folder, and to ``out`` if given; returns the paths."""
-        paths = [Path(self.trainer.save_dir) / golden_file.FILE_NAME, *([Path(out)] if out else [])]
+    def write(self, out: str | Path | None = None, error: BaseException | None = None) -> None:
+        """Write the golden into the run folder, and to ``out`` if given; note what was ``written``, and not."""
         content = self.content(error)
-        for path in paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            golden_file.write(content, path)
-        return paths
+        for path in (Path(self.trainer.save_dir) / golden_file.FILE_NAME, *([Path(out)] if out else [])):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                golden_file.write(content, path)
+                self.written.append(path)
+            except OSError as e:
+                self.unwritten.append(f"{path} ({e.strerror or e})")
 
 
 def _hex(value: object) -> str:
@@ -256,6 +263,9 @@ def recording(out: str | Path | None = None, detail: tuple[int, int] = DETAIL) -
 
     Each fit's golden is written into its run folder at the end of the context, whether or not the fit ended well, and
     the last one's to ``out`` if given. Fits in child processes (several GPUs, several data sets) are not seen.
+
+    Raises:
+        golden_file.GoldenError: if a golden could not be written; an error of the fit's goes first.
     """
     from ultralytics.utils import callbacks
 
@@ -276,6 +286,19 @@ def recording(out: str | Path | None = None, detail: tuple[int, int] = DETAIL) -
             callbacks.default_callbacks[event].remove(watch)
         for record in records:
             record.write(out, error)
+        unwritten = ", ".join(told for record in records for told in record.unwritten)
+        if unwritten and error is not None:  # whose own message goes first
+            print(f"golden not written: {unwritten}", file=sys.stderr)
+    if unwritten:
+        raise golden_file.GoldenError(
+            f"the fit is trained, but its golden could not be written: {unwritten}. Make room or name another file, "
+            "and record again."
+        )
+
+
+def told(records: Iterable[FitRecord]) -> list[str]:
+    """Return a line for each fit whose golden was written: where it is."""
+    return [f"golden: {', '.join(map(str, record.written))}" for record in records if record.written]
 
 
 def parse_detail(text: str) -> tuple[int, int]:
@@ -301,7 +324,10 @@ class Banned(importlib.abc.MetaPathFinder):
 
 
 def main() -> int:
-    """`python golden_record.py OUT DETAIL WORDS...`: record upstream's own `yolo WORDS`; OUT may be empty."""
+    """`python golden_record.py OUT DETAIL WORDS...`: record upstream's own `yolo WORDS`; OUT may be empty.
+
+    Returns NOT_SEEN if there was no fit, NOT_WRITTEN if its golden could not be written, else 0.
+    """
     out, detail, *words = sys.argv[1:]
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         del sys.path[0]  # the neighbours of this file are no top-level modules
@@ -309,9 +335,17 @@ def main() -> int:
     sys.argv = ["yolo", *words]
     import ultralytics.cfg
 
-    with recording(out or None, parse_detail(detail)) as records:
-        ultralytics.cfg.entrypoint()
-    return 0 if records else 3
+    records: list[FitRecord] = []
+    try:
+        with recording(out or None, parse_detail(detail)) as records:
+            ultralytics.cfg.entrypoint()
+    except golden_file.GoldenError as e:
+        print(f"yolo golden: error: {e}", file=sys.stderr)
+        return NOT_WRITTEN
+    finally:
+        for line in told(records):
+            print(line, flush=True)
+    return 0 if records else NOT_SEEN
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the ends. What is here is the order in which upstream's loop calls them, spread 
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,10 +23,10 @@ from detgraph.cfg import (
     CaptureOptions,
     as_words,
     check_contradictions,
-    merge_options,
     remembered_options,
     split_options,
 )
+from detgraph.patches.route_train import chosen_options
 
 from .eligibility import loop_blocker, network_step_for, orthogonalization_for
 from .report import CaptureReport
@@ -116,7 +117,7 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def __init__(self, cfg=DEFAULT_CFG, overrides: dict | None = None, _callbacks: dict | None = None) -> None:
         ours, overrides = split_options(overrides or {}, known=vars(DEFAULT_CFG))
-        given = merge_options(ours)
+        given = chosen_options(ours, cfg)
         check_contradictions(given, overrides)
         super().__init__(cfg, overrides, _callbacks)
         if given is None and self.resume and RANK == -1:  # the processes of a distributed fit are not told
@@ -201,6 +202,9 @@ class LightningDetectionTrainer(DetectionTrainer):
                 finally:
                     batches.finish(early=True)  # after an error, the bar ends before the message and not after it
                 self._shrink_batch(state, out_of_memory)
+        except KeyboardInterrupt as interrupt:
+            self._say_how_to_resume(interrupt)
+            raise
         finally:
             try:
                 self.drop_recordings()
@@ -279,6 +283,16 @@ class LightningDetectionTrainer(DetectionTrainer):
         if asked and known != {blocker}:  # a smaller batch starts anew, and would say it again
             what = "fit trains" if "capture_network" in asked else "optimizer steps"
             LOGGER.warning(f"{as_words(asked)} is not in force: {blocker}. The {what} eagerly, with the same result.")
+
+    def _say_how_to_resume(self, interrupt: KeyboardInterrupt) -> None:
+        """Name the command that goes on from this fit's last checkpoint, if it has written one: below the traceback."""
+        if not (self.last.is_file() and (self.resume or self.last.stat().st_mtime >= self.train_time_start)):
+            return
+        text = f"To go on from here: {shlex.join(['yolo', 'train', 'resume', f'model={self.last}'])}"
+        if hasattr(interrupt, "add_note"):
+            interrupt.add_note(text)
+        else:  # Python 3.10
+            LOGGER.warning(text)
 
     def _close_report(self) -> None:
         """Log the summary and write the report; a fit that did not ask for the capture leaves neither."""

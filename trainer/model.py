@@ -8,7 +8,7 @@ from typing import Any
 import ultralytics
 from ultralytics.utils import LOGGER
 
-from detgraph.cfg import as_words, check_contradictions, merge_options, split_options
+from detgraph.cfg import as_words, check_contradictions, merge_options, refuse_outside_training, split_options
 from detgraph.patches import route_train
 
 
@@ -103,4 +103,5 @@ _RELATIVES = {ultralytics.YOLOWorld: YOLOWorld, ultralytics.YOLOE: YOLOE, ultral
 
 def _refuse(mode: str, kwargs: Mapping[str, Any]) -> None:
     ours, _ = split_options(kwargs, route_train.known_keys())
-    check_contradictions(merge_options(ours), kwargs, mode)
+    merge_options(ours)  # a value that is not allowed is said first
+    refuse_outside_training(ours, mode)

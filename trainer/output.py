@@ -17,13 +17,17 @@ def tell(text: str) -> None:
 
 
 def unwritable(path: Path, folders: bool = False) -> str | None:
-    """Return why ``path`` cannot become a file, or None. It tries, and leaves nothing but ``folders``, if asked for."""
+    """Return why ``path`` cannot become a file, or None. It tries, and leaves nothing but ``folders``, if asked for.
+
+    A full disk is noticed, one that has little room left is not.
+    """
     if path.is_dir():
         return "it is a folder"
     try:
         if folders:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            file.write(bytes(4096))  # a full disk still has names to give
             return None
     except OSError as e:
         return e.strerror or str(e)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from detgraph.cfg import CaptureOptions
+from detgraph.cfg import REPORT_SCHEMA, CaptureOptions
 
 from .output import write_whole
 
-SCHEMA = 1
+SCHEMA = REPORT_SCHEMA
 
 
 def environment() -> dict[str, str | None]:

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ultralytics.cfg import MODES, merge_equals_args
+from ultralytics.cfg import MODES
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import DEFAULT_CFG, LOGGER
 from ultralytics.utils.torch_utils import parse_device
@@ -31,7 +31,7 @@ from detgraph.cfg import COMMAND_LINE_KEYS, CaptureOptionError
 from detgraph.patches import PatchDriftError, route_train
 from detgraph.patches.registry import Patch
 
-from .cli import _run_upstream, read_command_line
+from .cli import _run_upstream, merged_words, read_command_line
 from .eligibility import loop_blocker
 from .loop import BatchTooLarge, LightningDetectionTrainer
 from .output import tell, unwritable, write_whole
@@ -177,15 +177,15 @@ def look_at(words: Sequence[str], seconds: float) -> Look:
     """
     words = _training_words(words)
     try:
-        merged = merge_equals_args(words)
+        merged = merged_words(words)
     except (SyntaxError, IndexError) as e:
         raise LookError(f"upstream cannot read '{shlex.join(words)}': {_told(e)}") from e
     kept = [word for word in merged if word.removeprefix("--").partition("=")[0].strip() not in COMMAND_LINE_KEYS]
     with ExitStack() as stack:
+        stack.enter_context(quiet())
         options, theirs, trains = read_command_line(words, stack)
         if not trains:
             raise LookError(f"'{shlex.join(words)}' does not train. Write yolo why model=... data=...")
-        stack.enter_context(quiet())
         model, arguments = _handed_over(theirs)
         _refuse(model, arguments, kept)
         _tell("setting the fit up as training would")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import ExitStack
+from importlib.metadata import version
 
 import pytest
 import ultralytics.cfg
@@ -94,6 +95,12 @@ def refused(capsys, *words):
         "capture_network =True",
         "--capture_network = TRUE",
         "capture_network=True,",
+        "capture_network",
+        "--capture_network",
+        "--capture_network,",
+        "--capture_network True",
+        "capture_network true,",
+        "capture_network capture_network=True",
         "capture_network=False capture_network=True",
     ],
 )
@@ -105,6 +112,8 @@ def test_every_spelling_is_taken_out(spelling, line):
 @pytest.mark.parametrize(("value", "options"), [("verify", VERIFY), ("'verify'", VERIFY), ("False", OFF)])
 def test_values(value, options):
     assert read(f"train capture_network={value}")[0] == options
+    if value.isalpha():
+        assert read(f"train --capture_network {value} epochs=1") == (options, ["train", "epochs=1"], True)
 
 
 def test_both_keys_are_taken_out():
@@ -193,8 +202,8 @@ def test_a_yaml_file_is_checked_like_the_line(tmp_path, text, line, message):
         ("capture_network=1", ("capture_network=1 ", "capture_network=False")),
         ("capture_network=None", ("capture_network=None",)),
         ("capture_network=", ("has no value", "capture_network=True")),
-        ("capture_network", ("has no value", "capture_network=True")),
-        ("--capture_network", ("has no value", "capture_network=True")),
+        ("cuda_graph=True", ("'cuda_graph'", "Did you mean capture_network=")),
+        ("cuda_graphs", ("'cuda_graphs'", "Did you mean capture_network=")),
         ("capture_netwrok=True", ("'capture_netwrok'", "Did you mean capture_network=")),
         ("capture-network=True", ("'capture-network'", "Did you mean capture_network=")),
         ("-capture_network=True", ("'-capture_network'", "Did you mean capture_network=")),
@@ -231,6 +240,12 @@ def test_the_key_belongs_to_training_only(capsys, line, named, value):
     for words in ([*line.split(), f"capture_network={value}"], [f"capture_network={value}", *line.split()]):
         message = refused(capsys, *words)
         assert named in message and f"capture_network={value}" in message and "Leave capture_network " in message
+
+
+@pytest.mark.parametrize("key", ["capture_network", "capture_orthogonalization"])
+def test_a_refusal_names_what_was_written_and_nothing_else(capsys, key):
+    other = ({"capture_network", "capture_orthogonalization"} - {key}).pop()
+    assert other not in refused(capsys, "predict", f"{key}=False")
 
 
 def test_drift_is_an_error_only_when_the_capture_is_asked_for(capsys, data, built, logged, tmp_path):
@@ -318,6 +333,25 @@ def test_yolo_cfg_prints_both_lists(capsys, logged):
     out = capsys.readouterr().out
     assert "capture_network: False" in out and "record_at_step: 0" in out
     assert "capture_orthogonalization: False" in out
+
+
+@pytest.mark.parametrize("word", ["version", "--version", "-v"])
+def test_both_versions_are_told(capsys, logged, word):
+    main([word])
+    assert logged[-1] == ultralytics.__version__
+    assert capsys.readouterr().out == f"detgraph {version('detgraph')} on ultralytics {ultralytics.__version__}\n"
+
+
+def test_the_copied_list_of_arguments_has_our_keys(capsys, tmp_path):
+    """Switched off by a '#', so that the copy serves every mode; without it, the copy is a cfg= file that asks."""
+    main(["copy-cfg"])
+    file = tmp_path / "default_copy.yaml"
+    text = file.read_text()
+    assert YAML.load(file) == ultralytics.utils.DEFAULT_CFG_DICT and "take the '# ' away" in capsys.readouterr().out
+    assert read("val cfg=default_copy.yaml")[0] is None
+    assert "\n# capture_network: False # replay" in text and "\n# capture_orthogonalization: False" in text
+    file.write_text(text.replace("# capture_network: False", "capture_network: True"))
+    assert read("train cfg=default_copy.yaml")[0] == ON
 
 
 def test_yolo_patches_prints_the_series(capsys):

@@ -135,6 +135,8 @@ def test_an_interrupted_command_line_ends_as_upstreams(tiny, tmp_path) -> None:
     status, _ = end(process, tmp_path / "run", signal.SIGINT)
     lines = (tmp_path / "out.txt").read_text().splitlines()
     assert status == -signal.SIGINT and "KeyboardInterrupt" in lines, "\n".join(lines[-40:])
+    (told,) = [line for line in lines if "To go on from here" in line]
+    assert told.endswith(f": yolo train resume model={tmp_path / 'run' / 'weights' / 'last.pt'}")
     assert remembered_options(tmp_path / "run").enabled
     assert not [line for line in lines if re.search("graceful|lightning", line, re.I) and line[:2] != "  "]  # no frame
 

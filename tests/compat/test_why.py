@@ -14,6 +14,7 @@ from detgraph.trainer import LightningDetectionTrainer, why, why_clock, why_meas
 from detgraph.trainer.cli import main
 from detgraph.trainer.why_report import PHASES, Look
 from emulator import EmulatingRecorder
+from schemas import complaints
 
 FIT = ["model=yolo26n.yaml", "imgsz=64", "batch=2", "nbs=4", "device=cpu"]
 
@@ -64,6 +65,7 @@ def test_as_a_process(data, left):
     assert done.returncode == 0, done.stderr
     assert not left()
     found = json.loads(done.stdout)  # and nothing else
+    assert not complaints(found, "why")
     look = Look.from_dict(found)
     assert look.words == ["train", *FIT, data, "optimizer=SGD", "project=mine"]
     assert (look.fit["batch"], look.fit["images"], look.fit["accumulate"]) == (2, 5, 2)

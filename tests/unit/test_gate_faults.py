@@ -20,7 +20,7 @@ ROOMS = ("cfg", "models", "trainer", "patches")
 # stage -> file, text that is there, text that takes its place, and what narrows the stage to the tests concerned
 FAULTS = {
     "lint": ("trainer/report.py", "import json\n", "import json\nimport os\n", []),
-    "format": ("trainer/report.py", "SCHEMA = 1", "SCHEMA  =  1", []),
+    "format": ("trainer/report.py", "SCHEMA = REPORT", "SCHEMA  =  REPORT", []),
     "drift": ("trainer/upstream.py", "d8f45dcfe548", "d8f45dcfe549", []),
     "docs dead link": ("README.md", "(docs/design.md)", "(docs/desing.md)", []),
     "docs broken command": ("README.md", "make demo", "make dmeo", []),

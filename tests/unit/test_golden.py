@@ -9,6 +9,7 @@ import copy
 import gzip
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 from detgraph.trainer import golden, golden_file
 from detgraph.trainer.golden_compare import DIFFERENT, SAME, WITHIN, Tolerance, compare
+from schemas import complaints
 
 from ..goldens import goldens
 
@@ -46,8 +48,10 @@ def runs(tmp_path_factory, make_dataset) -> Path:
     with ThreadPoolExecutor() as pool:  # each thread waits for a process
         commands = [pool.submit(yolo, "golden", "record", *more, *words, f"name={n}") for n, more in options.items()]
         goldens.fits(requests, folder)
-    for command in commands:
-        assert command.result().returncode == 0, command.result().stdout + command.result().stderr
+    for name, command in zip(options, commands, strict=True):
+        done = command.result()
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / f"{name}.txt").write_text(done.stdout)
     return folder
 
 
@@ -76,6 +80,19 @@ def test_stock_is_stock_and_replay_replayed(runs) -> None:
     assert fits["ours"]["trainer"].startswith("detgraph.") and fits["ours"]["loop"] == "lightning"
     assert fits["replay"]["replayed"] == 7 and fits["ours"]["replayed"] == 0
     assert golden_file.read(runs / "stock.json") == golden_file.read(runs / "stock" / golden_file.FILE_NAME)
+
+
+@pytest.mark.parametrize("name", ["base", "replay", "broken", "stock"])
+def test_what_is_written_is_as_the_shipped_schemas_say(runs, name) -> None:
+    assert not complaints(golden_file.read(runs / name / golden_file.FILE_NAME), "golden")
+    if name == "replay":
+        assert not complaints(json.loads((runs / name / "capture.json").read_text()), "capture")
+
+
+def test_recording_says_where_the_golden_is(runs) -> None:
+    for name, more in {"ours": "", "stock": f", {runs / 'stock.json'}"}.items():
+        lines = (runs / f"{name}.txt").read_text().splitlines()
+        assert f"golden: {runs / name / golden_file.FILE_NAME}{more}" in lines
 
 
 def test_another_seed_parts_at_step_0(runs, capsys) -> None:
@@ -144,6 +161,7 @@ def test_checkpoints_are_not_opened_unless_asked(runs, tmp_path, capsys) -> None
         (["--out", "FOLDER", "model=x"], "cannot be written (it is a folder)"),
         (["--out", "FOLDER/file/x.json", "model=x"], "cannot be written"),
         (["--stock", "model=x", "capture_network=True"], "capture_network has no meaning for upstream's own loop"),
+        (["--stock", "model=x", "--capture_network"], "capture_network has no meaning for upstream's own loop"),
         (["model=x", "--deatil", "0:4"], "unknown option '--deatil'"),
         (["model=x", "data=['a.yaml', 'b.yaml']"], "as in data=a.yaml"),
         (["model=x", "device=0,1"], "as in device=0"),
@@ -159,6 +177,32 @@ def test_what_cannot_be_recorded_is_refused_first(tmp_path, capsys, words, said)
 def test_a_fit_that_ends_with_an_error_has_status_2(tmp_path, stock) -> None:
     done = yolo("golden", "record", *stock, "model=yolo26n.yaml", "data=missing.yaml", f"project={tmp_path}")
     assert done.returncode == 2 and "missing.yaml" in done.stderr and "what it said is above" in done.stderr
+
+
+def test_a_full_disk_is_refused_first(tmp_path, capsys) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as on a full disk, files are made and take nothing
+    try:
+        status = golden.main(["record", "--out", str(tmp_path / "fit.json"), "model=x"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 2 and "fit.json cannot be written (File too large)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stock", [[], ["--stock"]])
+def test_a_golden_that_cannot_be_written_in_the_end_is_named_with_the_reason(tmp_path, make_dataset, stock) -> None:
+    """The disk that filled meanwhile: the fit is no failure, and no file is named that is not there."""
+    args = {**ARGS, "epochs": 1, "optimizer": "SGD", "project": tmp_path, "name": "fit"}
+    args["data"] = make_dataset(tmp_path / "data", 4, 2)
+    out = tmp_path / "out.json"
+    out.with_name("out.json.part").mkdir()  # where the draft goes
+    done = yolo("golden", "record", *stock, "--out", str(out), *(f"{key}={value}" for key, value in args.items()))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    error = [line for line in done.stderr.splitlines() if "yolo golden: error:" in line]
+    assert len(error) == 1 and f"the fit is trained, but its golden could not be written: {out} (Is a dir" in error[0]
+    assert f"golden: {tmp_path / 'fit' / golden_file.FILE_NAME}" in done.stdout.splitlines()
+    assert golden_file.read(tmp_path / "fit" / golden_file.FILE_NAME)["fit"]["ended"] is None
 
 
 def test_a_reader_that_goes_away_changes_no_status(runs) -> None:
@@ -296,6 +340,25 @@ def test_environment_rule(base) -> None:
         assert len(golden_file.environment_differences(environment, {**environment, key: "9.9"})) == 1
     note = compare(base, {**base, "environment": {**environment, "torch": "2.0.0"}}).notes
     assert note == [f"environments differ in torch: {environment['torch']} and 2.0.0"]
+
+
+def test_the_same_environment_can_be_required(base, tmp_path, capsys) -> None:
+    other = {**base, "environment": {**base["environment"], "torch": "2.0.0"}}
+    for name, content in {"a": base, "b": base, "c": other}.items():
+        golden_file.write(content, tmp_path / name)
+    assert answer(capsys, tmp_path / "a", tmp_path / "b", "--same-environment")[0] == 0
+    assert answer(capsys, tmp_path / "a", tmp_path / "c")[0] == 0  # the numbers decide
+    status, found = answer(capsys, tmp_path / "a", tmp_path / "c", "--same-environment")
+    assert status == 2 and found["verdict"] == "error"
+    assert f"environments differ in torch: {base['environment']['torch']} and 2.0.0" in found["message"]
+    status, found = answer(capsys, tmp_path / "a", tmp_path / "b", "--same-environment", "--tolerance", "1e-3:3")
+    assert status == 2 and "--tolerance" in found["message"]
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.csv").write_text("epoch,loss\n1,2\n")
+    assert answer(capsys, tmp_path / "x", tmp_path / "y")[0] == 0
+    status, found = answer(capsys, tmp_path / "x", tmp_path / "y", "--same-environment")
+    assert status == 2 and "has no golden.json.gz" in found["message"]  # nothing tells of their environments
 
 
 def test_a_file_is_small_and_the_same_bytes_again(runs, base, tmp_path) -> None:

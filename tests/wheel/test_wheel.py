@@ -1,18 +1,14 @@
-"""The wheel, as a user gets it: it holds what the tree holds, and works where neither tree nor editable install is.
-
-The wheel is built from a copy of the tree, so that no build folder of an earlier state can fill it up, and installed
-into a fresh environment that borrows the running one's dependencies. Everything runs offline.
-"""
+"""The wheel, as a user gets it: it holds what the tree holds, and works where neither tree nor editable install is."""
 
 from __future__ import annotations
 
 import configparser
-import os
+import email
+import hashlib
 import re
 import shutil
-import subprocess
 import sys
-import venv
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -20,74 +16,60 @@ import pytest
 
 from helpers import ROOT
 
-FOLDERS = ("cfg", "models", "trainer", "patches")
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+from .conftest import FOLDERS, environment, run
 
-
-def run(*command: str | Path, cwd: Path) -> str:
-    """Run `command` outside the tree's influence and return its output; a failure shows all of it."""
-    env = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
-    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
-    """Return a copy of the tree."""
-    return shutil.copytree(ROOT, tmp_path_factory.mktemp("copy") / "tree", ignore=IGNORED)
-
-
-@pytest.fixture(scope="module")
-def wheel(tree, tmp_path_factory) -> Path:
-    """Build the wheel from the copy, and from a second one of it: what the build leaves behind is not the tree."""
-    work = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(tree, work / "tree")
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", "wheel", *options, "-w", work / "dist", work / "tree", cwd=work)
-    (built,) = (work / "dist").iterdir()
-    return built
-
-
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory) -> Path:
-    """Return the interpreter of a fresh environment with the wheel in it and nothing else of ours."""
-    home = tmp_path_factory.mktemp("installed") / "venv"
-    venv.create(home, symlinks=True, with_pip=False)
-    interpreter = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check"]
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=home)
-    # A .pth line adds a folder behind the environment's own, without running that folder's .pth files: the dependencies
-    # are found, the finder of an editable detgraph is not. It comes last, lest pip take that one for installed here.
-    (site,) = home.glob("lib/python*/site-packages")
-    borrowed = [p for p in sys.path if Path(p).name in {"site-packages", "dist-packages"}]
-    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
-    return interpreter
+# SHA-256 of the text as the FSF publishes it.
+AGPL = "0d96a4ff68ad6d4b6f1f30f713b18d5184912ba8dd389f86aa7710db079abcb0"
 
 
 def test_contents_are_the_trees(tree, wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {path.relative_to(tree).as_posix() for f in FOLDERS for path in (tree / f).rglob("*") if path.is_file()}
-    assert packed == {f"detgraph/{name}" for name in files}
-    assert {Path(n).suffix or Path(n).name for n in packed} <= {".py", ".yaml", "series"}
+    assert packed == {f"detgraph/{name.removeprefix('trainer/namespace/')}" for name in files}
+    assert {Path(n).suffix or Path(n).name for n in packed} <= {".py", ".yaml", ".json", ".typed", "series"}
+    assert {f"detgraph/{folder}/py.typed" for folder in FOLDERS} <= packed
 
 
 def test_every_package_of_the_tree_is_listed(tree):
     setup = configparser.ConfigParser()
     setup.read(tree / "setup.cfg")
     packages = {init.parent.relative_to(tree).parts for f in FOLDERS for init in (tree / f).rglob("__init__.py")}
-    assert set(setup["options"]["packages"].split()) == {".".join(("detgraph", *parts)) for parts in packages}
+    named = {".".join(("detgraph", *parts)) for parts in packages}
+    assert set(setup["options"]["packages"].split()) == {"detgraph", *named}
     mapped = dict(line.split(" = ") for line in setup["options"]["package_dir"].split("\n") if line)
-    assert mapped == {f"detgraph.{folder}": folder for folder in FOLDERS}
+    assert mapped == {"detgraph": "trainer/namespace", **{f"detgraph.{folder}": folder for folder in FOLDERS}}
+    assert set(setup.sections()) == {"options", "options.package_data"}  # all else is in pyproject.toml
 
 
 def test_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = archive.read(name).decode()
-    assert re.search(r"^License(-Expression)?: AGPL-3\.0-or-later$", metadata, re.M)
-    assert re.search(r"^Requires-Dist: ultralytics", metadata, re.M)
+        (folder,) = {n.partition("/")[0] for n in archive.namelist() if ".dist-info/" in n}
+        metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+        licence = archive.read(f"{folder}/licenses/LICENSE")
+    assert (metadata["Name"], metadata["License-Expression"]) == ("detgraph", "AGPL-3.0-or-later")
+    assert metadata["License-File"] == "LICENSE" and licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Author"] and metadata["Keywords"] and "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata["Requires-Python"] == ">=3.10" and metadata["Description-Content-Type"] == "text/markdown"
+    required = {re.match(r"[\w-]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert required == {"torch", "torchvision", "lightning", "ultralytics", "pyyaml"}
+    assert not metadata.get_all("Project-URL") and not metadata["Home-page"]  # there is none, and none is invented
+
+
+def test_the_licence_is_the_published_text():
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == AGPL
+
+
+def test_sdist_has_licence_and_data(tree, tmp_path):
+    """What a wheel is built from elsewhere: it must not lack what the wheel has."""
+    shutil.copytree(tree, tmp_path / "tree")
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path / "dist", cwd=tmp_path / "tree")
+    (built,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(built) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    files = {path.relative_to(tree).as_posix() for f in FOLDERS for path in (tree / f).rglob("*") if path.is_file()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.cfg", *files} <= packed
 
 
 def test_every_module_imports_from_the_wheel(python, wheel, tmp_path):
@@ -119,9 +101,26 @@ def test_data_files_are_found(python, tmp_path):
     run(python, "-c", code, cwd=tmp_path)
 
 
-SCRIPTS = [("yolo", "version"), ("detgraph", "patches"), ("python", "-m", "detgraph.trainer", "version")]
+SCRIPTS = [
+    ("yolo", "version"),
+    ("detgraph", "patches"),
+    ("python", "-m", "detgraph.trainer", "version"),
+    ("python", "-m", "detgraph", "version"),
+]
 
 
 @pytest.mark.parametrize("command", SCRIPTS, ids=" ".join)
 def test_scripts_run(python, tmp_path, command):
     assert run(python.parent / command[0], *command[1:], cwd=tmp_path).strip()
+
+
+def test_an_editable_install_is_the_same_namespace(tree, tmp_path):
+    shutil.copytree(tree, tmp_path / "tree")
+    python = environment(tmp_path / "venv", "-e", tmp_path / "tree")
+    assert "detgraph 0." in run(python, "-m", "detgraph", "version", cwd=tmp_path)
+    code = (
+        "import sys, detgraph, detgraph.cfg, importlib.util as util\n"
+        "assert detgraph.cfg.__file__.startswith(sys.argv[1]) and getattr(detgraph, '__file__', None) is None\n"
+        "assert not [n for n in ('detgraph.cli', 'detgraph.network', *sys.argv[2:]) if util.find_spec(n)]"
+    )
+    run(python, "-c", code, tmp_path / "tree", *FOLDERS, cwd=tmp_path)
