@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -165,24 +165,31 @@ def restore_signals(handlers: dict) -> None:
             signal.signal(number, handler)
 
 
-def follow_length(trainer: pl.Trainer, batches: Sized) -> None:
-    """Let the epoch that starts run to the present end of ``batches``; call it before the epoch's first batch.
+class NoOptimizer:
+    """What Lightning is given to hold and to look into, instead of the fit's optimizer, which upstream steps.
 
-    Lightning takes the number of batches once, as the fit starts, and would cut the epochs of a longer loader that
-    somebody has put in place since. Its option to ask anew does so before an epoch's callbacks have run.
+    Lightning wants what torch's optimizers have, puts a class of its own around it, and moves its state. Upstream asks
+    for much less, and leaves the state where it is.
     """
-    if trainer.num_training_batches != len(batches):
-        loop = trainer.fit_loop
-        loop.max_batches = len(batches)
-        loop._combined_loader.limits = [len(batches)]
-        iter(loop._data_fetcher)
+
+    def __init__(self) -> None:
+        self.param_groups, self.defaults, self.state = [], {}, {}
+
+    def step(self, closure: Callable | None = None) -> None:
+        raise AssertionError("the module steps the fit's own optimizer")
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None: ...
 
 
 def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:
     """Run ``module`` over ``batches``, epoch after epoch, until it stops itself; return the Lightning trainer.
 
-    ``batches`` is sized and iterated anew each epoch. Exceptions from any hook leave unchanged, those that a
-    ``LoopError`` carries with the cause and the context that they had.
+    ``batches`` is iterated anew each epoch, and an epoch ends when it does. Lightning cuts it at its length, and
+    fetches ahead if it has none, so the length has to be more than there will ever be. Exceptions from any hook leave
+    unchanged, those that a ``LoopError`` carries with the cause and the context that they had.
     Signal handlers, warning formatter, log levels and environment are afterwards as before.
     """
     with neutral_environment(), quiet_lightning():

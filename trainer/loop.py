@@ -31,6 +31,7 @@ from .report import CaptureReport
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
 MAX_OUT_OF_MEMORY_RETRIES = 3
+ENDLESS = 2**62  # batches; a number that floats have, too
 MEMORY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR", "unable to find an engine")
 
 
@@ -62,6 +63,9 @@ class LoopState:
 class EpochBatches:
     """Upstream's train loader under its progress bar, as the sized iterable that Lightning wants.
 
+    An epoch ends when the loader does, as upstream's ``for`` loop does: its length, which upstream asks for once, says
+    nothing. Without any length Lightning would fetch a batch ahead, before the step that comes first.
+
     ``begin`` iterates the loader and shows the bar; Lightning may have begun to iterate before, which touches neither.
     ``finish`` ends the epoch the way a ``for`` loop would: run out after the last batch, closed after an early stop.
     """
@@ -72,7 +76,7 @@ class EpochBatches:
         self._epoch: Iterator | None = None
 
     def __len__(self) -> int:
-        return len(self.trainer.train_loader)
+        return ENDLESS
 
     def __iter__(self) -> Iterator:
         self._epoch = self._run()
