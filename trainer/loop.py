@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from detgraph.cfg import (
 )
 
 from .eligibility import loop_blocker, network_step_for, orthogonalization_for
-from .report import CaptureReport
+from .report import CaptureReport, is_report
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
 MAX_OUT_OF_MEMORY_RETRIES = 3
@@ -128,6 +129,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         check_contradictions(self.capture, vars(self.args))
         self.capture_report: CaptureReport | None = None
         self.network_step = self.orthogonalization = None
+        self._told_unwritten = False
 
     def train(self) -> None:
         """Train as upstream does, and say so where our loop has no part in it: other processes, a subclass's loop."""
@@ -280,7 +282,8 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def _close_report(self) -> None:
         """Log the summary and write the report; a fit that did not ask for the capture leaves neither."""
-        self.capture_report.stop()
+        with suppress(RuntimeError):  # of a device that answers no more: the error that says so is on its way
+            self.capture_report.stop()
         if self.capture.enabled:
             for line in self.capture_report.summary():
                 LOGGER.info(line)
@@ -290,7 +293,17 @@ class LightningDetectionTrainer(DetectionTrainer):
         """Write ``capture.json``, which a resumed fit takes its options from.
 
         A resumed fit that was told to leave the capture out replaces the file, too: it would answer for it later.
+        Whatever keeps it from being written is one warning, and ends no fit.
         """
         file = self.save_dir / REPORT_NAME
-        if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or file.exists()):
-            self.capture_report.write(file)
+        try:
+            if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or is_report(file)):
+                self.capture_report.write(file)
+        except Exception as error:
+            if not self._told_unwritten:
+                self._told_unwritten = True
+                why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                LOGGER.warning(
+                    f"{file} was not written: {why}. The fit is as good without it: its summary is in the log, and to "
+                    "resume it, give capture_network=True or False again."
+                )
