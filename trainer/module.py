@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unwrap_model
 
 from .eligibility import split_blocker
-from .fitting import LoopError, NoOptimizer, restore_signals
+from .fitting import LoopError, NoOptimizer, restore_signals, unwarned
 from .lending import tensor_attributes
 
 if TYPE_CHECKING:
@@ -100,8 +99,7 @@ class DetectionModule(pl.LightningModule):
         t, state = self.upstream, self.state
         t.epoch = state.epoch
         t.run_callbacks("on_train_epoch_start")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the order of scheduler and optimizer step is upstream's
+        with unwarned():  # the order of scheduler and optimizer step is upstream's
             t.scheduler.step()
         t._model_train()
         first = enumerate(t.train_loader)  # as upstream does, twice an epoch: a loader may draw its seed at each
