@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from operator import getitem
+from operator import attrgetter, getitem, is_
 from types import CodeType, FunctionType, ModuleType
 
 import torch
@@ -86,14 +87,19 @@ def _shipped_classes() -> dict[type, str]:
     """Return the classes that upstream's modules have under the known names; their code is looked at elsewhere."""
     found = {}
     for name, (module, _) in SHIPPED.items():
-        kind = getattr(import_module(module), name, None)
+        kind = None
+        with suppress(ImportError):  # a release that has moved it: the objective is another one
+            kind = getattr(import_module(module), name, None)
         if isinstance(kind, type) and (kind.__module__, kind.__qualname__) == (module, name):
             found[kind] = name
     return found
 
 
 class _Code:
-    """The code behind the objectives: found and judged once, then compared with itself until somebody changes it."""
+    """The code behind the objectives: found and judged, and from then on compared with what was found right.
+
+    What somebody has put there is not kept: it may hold on to a fit.
+    """
 
     def __init__(self) -> None:
         self._owners: list[Mapping] = []
@@ -102,35 +108,29 @@ class _Code:
         self._functions: list[FunctionType] = []
         self._codes: list[CodeType] = []
         self._sizes: list[int] = []
-        self._classes: list[Mapping] = []
-        self._verdict: str | None = None
-        self._judge()
 
     def change(self) -> str | None:
         """Return what is not upstream's, in words, or None."""
-        if not self._as_last_seen():
-            self._judge()
-        return self._verdict
+        if self._as_found_right():
+            return None
+        seen = list(_reachable())
+        if words := next((words for *_, words in seen if words), None):
+            return words
+        self._owners, self._names, self._values = ([*column] for column in list(zip(*seen, strict=True))[:3])
+        self._functions = [value for value in map(_innermost, self._values) if isinstance(value, FunctionType)]
+        self._codes = [function.__code__ for function in self._functions]
+        self._sizes = [len(vars(kind)) for kind in _shipped_classes()]
+        return None
 
-    def _as_last_seen(self) -> bool:
+    def _as_found_right(self) -> bool:
         try:
             return (
-                list(map(getitem, self._owners, self._names)) == self._values
-                and [function.__code__ for function in self._functions] == self._codes
-                and list(map(len, self._classes)) == self._sizes
+                all(map(is_, map(getitem, self._owners, self._names), self._values))
+                and all(map(is_, map(attrgetter("__code__"), self._functions), self._codes))
+                and [len(vars(kind)) for kind in _shipped_classes()] == self._sizes
             )
         except KeyError:  # one is gone
             return False
-
-    def _judge(self) -> None:
-        seen = list(_reachable())
-        self._verdict = next((words for *_, words in seen if words), None)
-        self._owners, self._names = [owner for owner, *_ in seen], [name for _, name, *_ in seen]
-        self._values = [value for _, _, value, _ in seen]
-        self._functions = [value for value in map(_innermost, self._values) if isinstance(value, FunctionType)]
-        self._codes = [function.__code__ for function in self._functions]
-        self._classes = [vars(kind) for kind in _shipped_classes()]
-        self._sizes = list(map(len, self._classes))
 
 
 @cache

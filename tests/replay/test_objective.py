@@ -7,7 +7,9 @@ them would part the two; all of them might.
 from __future__ import annotations
 
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -188,6 +190,23 @@ def test_it_is_judged_by_what_is_there_now(name):
         assert words in objective_blocker(fit.model)
     fit.model.criterion = None
     assert objective_blocker(fit.model) is None
+
+
+def test_nothing_is_kept_of_what_was_put_there():
+    """It may be a closure over the fit."""
+    fit = Fit(capture=False)
+
+    class Loss(functools.partial):
+        pass
+
+    mine = Loss(original)
+    kept = weakref.ref(mine)
+    with fit.cleanup:
+        replace(v8DetectionLoss, "loss", mine)(fit)
+        assert "v8DetectionLoss.loss()" in objective_blocker(fit.model)
+    del mine
+    gc.collect()
+    assert kept() is None
 
 
 def test_values_that_it_holds_may_change():
