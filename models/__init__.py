@@ -1,5 +1,6 @@
 """Private views over upstream's models: no weights of their own, nothing that a checkpoint could hold."""
 
-from .view import DetectionLayout, NetworkView, UnsupportedNetwork, objective_blocker
+from .objective import objective_blocker
+from .view import DetectionLayout, NetworkView, UnsupportedNetwork
 
 __all__ = ["DetectionLayout", "NetworkView", "UnsupportedNetwork", "objective_blocker"]

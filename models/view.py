@@ -16,12 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from ultralytics.utils.loss import E2ELoss, v8DetectionLoss
 
 BRANCH_KEYS = frozenset({"boxes", "scores", "feats"})
-
-# The objectives whose use of the predictions the layout contract was read from.
-KNOWN_OBJECTIVES = (E2ELoss, v8DetectionLoss)
 
 
 class UnsupportedNetwork(RuntimeError):
@@ -111,11 +107,3 @@ def _layout(predictions: object) -> DetectionLayout:
         feature_dtype=features[0].dtype,
         device=features[0].device,
     )
-
-
-def objective_blocker(network: nn.Module) -> str | None:
-    """Return why the objective's use of the outputs is not known; one is built at the first step if none is set yet."""
-    criterion = getattr(network, "criterion", None)
-    if criterion is None or type(criterion) in KNOWN_OBJECTIVES:
-        return None
-    return f"objective {type(criterion).__qualname__} is not one of upstream's detection losses"

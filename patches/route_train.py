@@ -55,20 +55,21 @@ def route(model: Any, upstream_train: Callable[..., Any], trainer: Any, kwargs: 
         options = chosen_options({**yaml_ours, **ours}, kwargs.get("cfg"), ambient_options.get())
         check_contradictions(options, {**yaml_rest, **kwargs})
 
-        # Several data sets in a row are a matter of child processes that run upstream's own command line, unless a
-        # trainer is named. Without a word about the capture they stay that.
+        # Upstream trains on several data sets in processes that run its own command line, from a half-precision copy of
+        # the weights. With a trainer or a callback it trains here, from the weights themselves: to name a trainer
+        # where nobody did would train other weights.
         data = kwargs.get("data") or yaml_rest.get("data")
-        several = isinstance(data, (list, tuple))
-        if trainer is None and _would_be_stock(model) and not (several and options is None):
+        elsewhere = isinstance(data, (list, tuple)) and trainer is None and not _has_callbacks(model)
+        if trainer is None and _would_be_stock(model) and not elsewhere:
             trainer = _our_trainer()
 
         if options is not None and _is_ours(trainer):
             kwargs["capture_options"] = options  # our trainer takes it out of its overrides before upstream sees them
         elif options is not None and options.enabled:
-            _warn_not_in_force(model, trainer, options)
+            _warn_not_in_force(model, trainer, options, elsewhere)
 
         if path is not None:
-            if trainer is not None or not several:  # the child processes are not told about cfg= at all
+            if not elsewhere:  # those processes are not told about cfg= at all
                 trainer = _remembering(trainer or model._smart_load("trainer"), kwargs["cfg"])
             kwargs["cfg"] = path
         return upstream_train(model, trainer=trainer, **kwargs)
@@ -148,6 +149,13 @@ def _would_be_stock(model: Any) -> bool:
         return False
 
 
+def _has_callbacks(model: Any) -> bool:
+    """Whether somebody has added a callback to `model`, as upstream tells it."""
+    from ultralytics.utils import callbacks
+
+    return model.callbacks != callbacks.get_default_callbacks()
+
+
 def _our_trainer() -> type:
     from detgraph.trainer import LightningDetectionTrainer  # late: the trainer imports this package
 
@@ -158,15 +166,22 @@ def _is_ours(trainer: Any) -> bool:
     return isinstance(trainer, type) and issubclass(trainer, _our_trainer())
 
 
-def _warn_not_in_force(model: Any, trainer: Any, options: CaptureOptions) -> None:
+def _warn_not_in_force(model: Any, trainer: Any, options: CaptureOptions, elsewhere: bool) -> None:
     from ultralytics.utils import LOGGER
 
     if trainer is not None:
         why = f"trainer={getattr(trainer, '__name__', trainer)} was chosen, and it is no LightningDetectionTrainer"
     elif model.task != "detect":
         why = f"the task is '{model.task}', and only 'detect' can be recorded"
-    else:
+    elif not _would_be_stock(model):
         why = f"{type(model).__name__} trains its models with a trainer of its own"
+    else:
+        assert elsewhere, "nothing keeps our trainer from training"
+        why = (
+            "with several in data=, upstream's own command line trains one data set after another, from a "
+            "half-precision copy of the weights. To capture, train on one data set at a time, or give "
+            "trainer=LightningDetectionTrainer, which trains here, from the weights as they are"
+        )
     LOGGER.warning(f"{as_words(options.asked)} is not in force: {why}. Training eagerly.")
 
 

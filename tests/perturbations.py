@@ -145,18 +145,18 @@ def set_at_start(perturb: Perturb, name: str, value: int) -> None:
 
 
 def out_of_memory(perturb: Perturb, call: int) -> None:
-    """The objective raises out-of-memory at its n-th call, after the network's forward."""
-    from ultralytics.utils.loss import E2ELoss
+    """The n-th loss runs out of memory as it is scaled, after the network's forward and before any backward."""
+    from torch.amp import GradScaler
 
-    original, count = E2ELoss.__call__, {"n": 0}
+    original, count = GradScaler.scale, {"n": 0}
 
-    def objective(self, preds, batch):
+    def scale(self, outputs):
         count["n"] += 1
         if count["n"] == call:
             raise RuntimeError("CUDA out of memory. Injected by a test.")
-        return original(self, preds, batch)
+        return original(self, outputs)
 
-    perturb.replace(E2ELoss, "__call__", objective)
+    perturb.replace(GradScaler, "scale", scale)
 
 
 def clock(perturb: Perturb, seconds: float) -> None:

@@ -102,26 +102,31 @@ def _autocast_dtype(trainer: LightningDetectionTrainer) -> torch.dtype | None:
 def nominal_shape(trainer: LightningDetectionTrainer) -> tuple[int, ...]:
     """Return the (batch, channels, height, width) of a full batch: the one shape that is worth a recording.
 
-    With ``rect=True`` sizes differ by batch, and the most frequent one counts.
+    With ``rect=True`` sizes differ by batch, and the most frequent one counts. The loader may be anything that can be
+    iterated: where it does not say how large its batches are, they are taken to be as large as was asked for.
     """
-    loader = trainer.train_loader
+    batch = getattr(trainer.train_loader, "batch_size", None)
+    if type(batch) is not int or batch < 1:
+        batch = trainer.batch_size
     height = width = trainer.args.imgsz
-    if shapes := _rect_shapes(loader.dataset):
+    if shapes := _rect_shapes(trainer.train_loader):
         height, width = max(shapes, key=shapes.count)
-    return (loader.batch_size, trainer.data["channels"], height, width)
+    return (batch, trainer.data["channels"], height, width)
 
 
-def _rect_shapes(dataset: object) -> list[tuple[int, int]]:
+def _rect_shapes(loader: object) -> list[tuple[int, int]]:
     """Return (height, width) of every batch of a ``rect=True`` data set, and nothing for any other."""
-    if not getattr(dataset, "rect", False):
+    dataset = getattr(loader, "dataset", None)
+    shapes = getattr(dataset, "batch_shapes", None)
+    if not getattr(dataset, "rect", False) or shapes is None:
         return []
-    return [tuple(int(side) for side in shape) for shape in dataset.batch_shapes]
+    return [tuple(int(side) for side in shape) for shape in shapes]
 
 
 def nominal_share(trainer: LightningDetectionTrainer) -> float:
     """Return the share of an epoch's full batches that will have the nominal shape."""
     stride, size = trainer.stride, trainer.args.imgsz
-    if shapes := _rect_shapes(trainer.train_loader.dataset):
+    if shapes := _rect_shapes(trainer.train_loader):
         return max(map(shapes.count, shapes)) / len(shapes)
     if scale := trainer.args.multi_scale:  # upstream draws a size uniformly and rounds it down to the stride
         drawn = range(max(stride, int(size * (1.0 - scale))), int(size * (1.0 + scale) + stride))

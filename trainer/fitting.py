@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -73,30 +73,74 @@ def _import_lightning() -> None:
 _import_lightning()  # before `module.py` does, which is imported next
 
 
+class Quiet:
+    """Lightning's silence while any fit of this process runs; log levels and filters of warnings are the process's.
+
+    The first fit begins it and the last one ends it, in whatever order they overlap. Only what was put there is taken
+    away again: what the program itself sets in between stays, as it does with upstream's loop.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held while the process's state is another, where that takes no time
+        self.depth = 0
+        self._levels: dict[str, int] = {}
+        self._filter: tuple | None = None
+
+    def begin(self) -> None:
+        with self.lock:
+            self.depth += 1
+            if self.depth == 1:
+                self._levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
+                for name in QUIET_LOGGERS:
+                    logging.getLogger(name).setLevel(logging.CRITICAL)
+                warnings.filterwarnings("ignore", module=r"(pytorch_)?lightning\.")
+                self._filter = warnings.filters[0]
+
+    def end(self) -> None:
+        with self.lock:
+            self.depth -= 1
+            if self.depth == 0:
+                for name, level in self._levels.items():
+                    if logging.getLogger(name).level == logging.CRITICAL:
+                        logging.getLogger(name).setLevel(level)
+                with suppress(ValueError):  # the program may have reset them all
+                    warnings.filters.remove(self._filter)
+
+
+quiet = Quiet()
+
+
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Keep Lightning silent inside; filters of warnings and log levels are afterwards as before."""
-    loggers = [logging.getLogger(name) for name in QUIET_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    """Keep Lightning silent inside."""
+    quiet.begin()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\.")
-            yield
+        yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        quiet.end()
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Ignore every warning inside, one thread at a time: two that overlap would leave their filter behind."""
+    with quiet.lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
 def neutral_environment() -> Iterator[None]:
-    """Hide the variables that would steer a trainer while it is built; a fit itself runs in the user's environment."""
-    hidden = {k: os.environ.pop(k) for k in list(os.environ) if k.startswith(HOSTILE_PREFIXES) or k in HOSTILE_NAMES}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+    """Hide the variables that would steer a trainer while it is built; a fit itself runs in the user's environment.
+
+    One thread at a time: another's end would bring them back.
+    """
+    with quiet.lock:
+        named = [name for name in os.environ if name.startswith(HOSTILE_PREFIXES) or name in HOSTILE_NAMES]
+        hidden = {name: os.environ.pop(name) for name in named}
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
 
 def build_trainer(device: torch.device, callbacks: list[pl.Callback]) -> pl.Trainer:
@@ -165,25 +209,32 @@ def restore_signals(handlers: dict) -> None:
             signal.signal(number, handler)
 
 
-def follow_length(trainer: pl.Trainer, batches: Sized) -> None:
-    """Let the epoch that starts run to the present end of ``batches``; call it before the epoch's first batch.
+class NoOptimizer:
+    """What Lightning is given to hold and to look into, instead of the fit's optimizer, which upstream steps.
 
-    Lightning takes the number of batches once, as the fit starts, and would cut the epochs of a longer loader that
-    somebody has put in place since. Its option to ask anew does so before an epoch's callbacks have run.
+    Lightning wants what torch's optimizers have, puts a class of its own around it, and moves its state. Upstream asks
+    for much less, and leaves the state where it is.
     """
-    if trainer.num_training_batches != len(batches):
-        loop = trainer.fit_loop
-        loop.max_batches = len(batches)
-        loop._combined_loader.limits = [len(batches)]
-        iter(loop._data_fetcher)
+
+    def __init__(self) -> None:
+        self.param_groups, self.defaults, self.state = [], {}, {}
+
+    def step(self, closure: Callable | None = None) -> None:
+        raise AssertionError("the module steps the fit's own optimizer")
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None: ...
 
 
 def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:
     """Run ``module`` over ``batches``, epoch after epoch, until it stops itself; return the Lightning trainer.
 
-    ``batches`` is sized and iterated anew each epoch. Exceptions from any hook leave unchanged, those that a
-    ``LoopError`` carries with the cause and the context that they had.
-    Signal handlers, warning formatter, log levels and environment are afterwards as before.
+    ``batches`` is iterated anew each epoch, and an epoch ends when it does. Lightning cuts it at its length, and
+    fetches ahead if it has none, so the length has to be more than there will ever be. Exceptions from any hook leave
+    unchanged, those that a ``LoopError`` carries with the cause and the context that they had.
+    Signal handlers, warning formatter, log levels and environment are afterwards as before, or as the program set them.
     """
     with neutral_environment(), quiet_lightning():
         trainer = build_trainer(device, callbacks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +29,11 @@ from detgraph.cfg import (
 from detgraph.patches.route_train import chosen_options
 
 from .eligibility import loop_blocker, network_step_for, orthogonalization_for
-from .report import CaptureReport
+from .report import CaptureReport, is_report
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
 MAX_OUT_OF_MEMORY_RETRIES = 3
+ENDLESS = 2**62  # batches; a number that floats have, too
 MEMORY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR", "unable to find an engine")
 
 
@@ -64,6 +65,9 @@ class LoopState:
 class EpochBatches:
     """Upstream's train loader under its progress bar, as the sized iterable that Lightning wants.
 
+    An epoch ends when the loader does, as upstream's ``for`` loop does: its length, which upstream asks for once, says
+    nothing. Without any length Lightning would fetch a batch ahead, before the step that comes first.
+
     ``begin`` iterates the loader and shows the bar; Lightning may have begun to iterate before, which touches neither.
     ``finish`` ends the epoch the way a ``for`` loop would: run out after the last batch, closed after an early stop.
     """
@@ -74,7 +78,7 @@ class EpochBatches:
         self._epoch: Iterator | None = None
 
     def __len__(self) -> int:
-        return len(self.trainer.train_loader)
+        return ENDLESS
 
     def __iter__(self) -> Iterator:
         self._epoch = self._run()
@@ -126,6 +130,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         check_contradictions(self.capture, vars(self.args))
         self.capture_report: CaptureReport | None = None
         self.network_step = self.orthogonalization = None
+        self._told_unwritten = False
 
     def train(self) -> None:
         """Train as upstream does, and say so where our loop has no part in it: other processes, a subclass's loop."""
@@ -296,7 +301,8 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def _close_report(self) -> None:
         """Log the summary and write the report; a fit that did not ask for the capture leaves neither."""
-        self.capture_report.stop()
+        with suppress(RuntimeError):  # of a device that answers no more: the error that says so is on its way
+            self.capture_report.stop()
         if self.capture.enabled:
             for line in self.capture_report.summary():
                 LOGGER.info(line)
@@ -306,7 +312,17 @@ class LightningDetectionTrainer(DetectionTrainer):
         """Write ``capture.json``, which a resumed fit takes its options from.
 
         A resumed fit that was told to leave the capture out replaces the file, too: it would answer for it later.
+        Whatever keeps it from being written is one warning, and ends no fit.
         """
         file = self.save_dir / REPORT_NAME
-        if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or file.exists()):
-            self.capture_report.write(file)
+        try:
+            if RANK in {-1, 0} and self.save_dir.exists() and (self.capture.enabled or is_report(file)):
+                self.capture_report.write(file)
+        except Exception as error:
+            if not self._told_unwritten:
+                self._told_unwritten = True
+                why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                LOGGER.warning(
+                    f"{file} was not written: {why}. The fit is as good without it: its summary is in the log, and to "
+                    "resume it, give capture_network=True or False again."
+                )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unwrap_model
 
 from .eligibility import split_blocker
-from .fitting import LoopError, follow_length, restore_signals
+from .fitting import LoopError, NoOptimizer, restore_signals, unwarned
 from .lending import tensor_attributes
 
 if TYPE_CHECKING:
@@ -80,13 +79,13 @@ class DetectionModule(pl.LightningModule):
 
     # Lightning's own duties, each left to upstream --------------------------------------------------------------
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.upstream.optimizer
+    def configure_optimizers(self) -> NoOptimizer:
+        return NoOptimizer()
 
     def transfer_batch_to_device(self, batch: dict, device: torch.device, dataloader_idx: int) -> dict:
         return batch
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: object) -> None:
         """Upstream clears gradients inside its own optimizer step."""
 
     def on_train_start(self) -> None:
@@ -100,8 +99,7 @@ class DetectionModule(pl.LightningModule):
         t, state = self.upstream, self.state
         t.epoch = state.epoch
         t.run_callbacks("on_train_epoch_start")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the order of scheduler and optimizer step is upstream's
+        with unwarned():  # the order of scheduler and optimizer step is upstream's
             t.scheduler.step()
         t._model_train()
         first = enumerate(t.train_loader)  # as upstream does, twice an epoch: a loader may draw its seed at each
@@ -115,7 +113,6 @@ class DetectionModule(pl.LightningModule):
         del first
         t.tloss = None
         self.stopped_early = self.timed_out = False
-        follow_length(self.trainer, self.batches)
 
     @guarded
     def on_train_batch_start(self, batch: dict, batch_idx: int) -> None:
@@ -243,9 +240,10 @@ class DetectionModule(pl.LightningModule):
         last validation needs no recording at all; should the epoch be repeated, another one is made.
         """
         t = self.upstream
+        plots = getattr(getattr(t.validator, "args", None), "plots", True)  # somebody else's validator may have threads
         if final_epoch and not t.args.time:
             t.drop_recordings()
-        elif not (t.validator.args.plots and t.stopper.possible_stop):
+        elif not (plots and t.stopper.possible_stop):
             return t.network_step.lend("validation", self._survivors_of_validation)
         return nullcontext()
 
@@ -253,7 +251,7 @@ class DetectionModule(pl.LightningModule):
         """Yield what upstream's validation leaves on the device: anchors and objective of the EMA, its summed loss."""
         yield from tensor_attributes(self.upstream.ema.ema)
         loss = getattr(self.upstream.validator, "loss", None)
-        yield from loss.values() if isinstance(loss, dict) else ()
+        yield from (value for value in (loss.values() if isinstance(loss, dict) else ()) if isinstance(value, Tensor))
 
     def _save(self, final_epoch: bool) -> None:
         t = self.upstream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ def environment() -> dict[str, str | None]:
             versions[package] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {**versions, "python": platform.python_version(), "cuda": torch.version.cuda, "gpu": gpu}
+
+
+def is_report(path: Path) -> bool:
+    """Return whether ``path`` is a report, of whichever schema: by its content, since others use the name, too."""
+    try:
+        content = json.loads(path.read_bytes())
+        return type(content["schema"]) is int and {"steps", "replayed"} <= content.keys() and "options" in content
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 @dataclass(kw_only=True)
@@ -138,5 +148,12 @@ class CaptureReport(RecordingCounts):
         }
 
     def write(self, path: Path) -> None:
-        """Write ``to_dict`` to ``path``; the file appears whole or not at all."""
+        """Write ``to_dict`` to ``path``; the file appears whole or not at all.
+
+        Raises:
+            FileExistsError: something is there that is no report; it is kept.
+            OSError: the file cannot be written.
+        """
+        if os.path.lexists(path) and not is_report(path):
+            raise FileExistsError("what is there is not a report of ours and is kept")
         write_whole(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode())

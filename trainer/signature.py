@@ -15,6 +15,8 @@ from operator import attrgetter, is_, itemgetter
 import torch
 from torch import Tensor, nn
 
+from detgraph.models import objective_blocker
+
 from .guards import MODULE_HOOKS, Guard, Guards, first_difference, from_to, process_guards, process_obstacle
 from .reach import INTERNAL, Reach, difference
 
@@ -113,13 +115,15 @@ class Signature(Guards):
         guards = process_guards(device_type)
         model = self.model
 
-        def objective() -> type | None:
+        def objective() -> object:
+            """Return what upstream shipped as the objective's class, or in words how the objective differs from it."""
             criterion = getattr(model, "criterion", None)
-            return None if criterion is None else type(criterion)
+            return objective_blocker(model) or (built if criterion is None else type(criterion))
 
         # The objective is built during the first step, so None may become what the model itself would build.
-        self._objective = objective() or type(model.init_criterion())
-        guards.append(Guard("objective", lambda: objective() or self._objective, from_to("objective")))
+        built = type(model.init_criterion())
+        shown = from_to("objective")
+        guards.append(Guard("objective", objective, lambda old, new: new if isinstance(new, str) else shown(old, new)))
         guards.append(Guard("saved layer indices", lambda: list(model.save), from_to("saved layer indices")))
         return guards
 

@@ -250,3 +250,21 @@ def test_a_subclass_with_a_loop_of_its_own_is_told_so(fit_args, heard) -> None:
     assert trainer.ran
     (warning,) = warned(heard)
     assert "a loop of its own" in warning
+
+
+@pytest.mark.parametrize("kind", ["patched", "ours"])
+def test_several_data_sets_and_no_trainer_train_what_stock_trains(kind, tiny, fit_args, heard, request) -> None:
+    """Upstream hands a half-precision copy of the weights to processes of its own; what a fit learns depends on it."""
+    args = {**fit_args, "data": [tiny["some"], tiny["other"]], "name": None, "epochs": 1, "val": False}
+    del args["pretrained"]
+    found = {}
+    for run in ("stock", kind):
+        if run == "patched":
+            request.getfixturevalue("patched")
+        torch.manual_seed(0)
+        model = (YOLO if run == "ours" else ultralytics.YOLO)("yolo26n.yaml")
+        more = {} if run == "stock" else {"capture_network": True}
+        model.train(**{**args, "project": f"{args['project']}/{run}"}, **more)
+        found[run] = [weights(one.last) for one in model.trainer.trainers]
+    assert len(found["stock"]) == 2 and found["stock"] == found[kind]
+    assert len(warned(heard)) == 1 and "data=" in warned(heard)[0]

@@ -217,9 +217,35 @@ def test_several_data_sets_reach_our_trainer_once_each(data, tmp_path, warnings_
     assert not [text for text in warnings_logged if "capture" in str(text)]
 
 
-def test_several_data_sets_without_a_word_stay_upstreams(data):
-    call = routed(UpstreamYOLO("yolo26n.yaml"), data=[data, data])
-    assert call.trainer is None
+@pytest.mark.parametrize("kind", [UpstreamYOLO, YOLO])
+@pytest.mark.parametrize("asked", [{}, {"capture_network": False}, {"capture_network": True}, {"capture_options": ON}])
+def test_several_data_sets_go_to_the_processes_that_upstream_starts(kind, asked, data, warnings_logged):
+    """Those begin from other weights than a trainer in this process does. They cannot capture, and that is said."""
+    call = routed(kind("yolo26n.yaml"), data=[data, data], **asked)
+    assert call.trainer is None and not any("capture" in name for name in call.kwargs)
+    if True in asked.values() or ON in asked.values():
+        (warning,) = warnings_logged
+        assert warning.startswith("capture_network=True is not in force: ")
+        assert "trainer=LightningDetectionTrainer" in warning and "one data set" in warning
+    else:
+        assert not warnings_logged
+
+
+def test_several_data_sets_from_a_yaml_are_as_several(data, tmp_path, warnings_logged):
+    cfg = tmp_path / "mine.yaml"
+    cfg.write_text(yaml.safe_dump({"data": [data, data], "capture_network": True}))
+    call = routed(YOLO("yolo26n.yaml"), cfg=str(cfg))
+    assert call.trainer is None and len(warnings_logged) == 1
+
+
+def test_several_data_sets_with_a_trainer_or_a_callback_train_in_this_process(data, warnings_logged):
+    """There upstream names the trainer itself, and so it is ours that is named."""
+    named = routed(UpstreamYOLO("yolo26n.yaml"), LightningDetectionTrainer, data=[data, data], capture_network=True)
+    model = UpstreamYOLO("yolo26n.yaml")
+    model.add_callback("on_train_start", print)
+    called = routed(model, data=[data, data], capture_network=True)
+    assert named.trainer is called.trainer is LightningDetectionTrainer
+    assert named.kwargs["capture_options"] == called.kwargs["capture_options"] == ON and not warnings_logged
 
 
 @pytest.mark.parametrize(
