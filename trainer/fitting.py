@@ -12,12 +12,14 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
+from . import lightning_private
 from .state import Generators
 
 if TYPE_CHECKING:
@@ -165,17 +167,16 @@ def restore_signals(handlers: dict) -> None:
             signal.signal(number, handler)
 
 
-def follow_length(trainer: pl.Trainer, batches: Sized) -> None:
-    """Let the epoch that starts run to the present end of ``batches``; call it before the epoch's first batch.
-
-    Lightning takes the number of batches once, as the fit starts, and would cut the epochs of a longer loader that
-    somebody has put in place since. Its option to ask anew does so before an epoch's callbacks have run.
-    """
-    if trainer.num_training_batches != len(batches):
-        loop = trainer.fit_loop
-        loop.max_batches = len(batches)
-        loop._combined_loader.limits = [len(batches)]
-        iter(loop._data_fetcher)
+def lightning_blocker(device: torch.device) -> str | None:
+    """Return why the installed Lightning cannot run a fit on ``device``, or None: tried, before a fit is set up."""
+    try:
+        with neutral_environment(), quiet_lightning():
+            found = lightning_private.missing(build_trainer(device, []))
+    except (ImportError, AttributeError, TypeError) as error:  # a class, a method or an argument that is gone
+        found = f"its Trainer cannot be built: {error}"
+    if found is None:
+        return None
+    return f"Lightning {version('lightning')} does not fit, so upstream's own loop runs: {found}"
 
 
 def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:
@@ -187,7 +188,7 @@ def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, cal
     """
     with neutral_environment(), quiet_lightning():
         trainer = build_trainer(device, callbacks)
-    trainer.fit_loop.run = carrying(trainer.fit_loop.run)
+    lightning_private.wrap_run(trainer, carrying)
     carried: BaseException | None = None
     with quiet_lightning(), own_signals() as handlers:
         module.signal_handlers = handlers

@@ -18,8 +18,9 @@ from ultralytics.engine import trainer as engine
 from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unwrap_model
 
+from . import lightning_private
 from .eligibility import split_blocker
-from .fitting import LoopError, follow_length, restore_signals
+from .fitting import LoopError, restore_signals
 from .lending import tensor_attributes
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class DetectionModule(pl.LightningModule):
         del first
         t.tloss = None
         self.stopped_early = self.timed_out = False
-        follow_length(self.trainer, self.batches)
+        lightning_private.follow_length(self.trainer, self.batches)
 
     @guarded
     def on_train_batch_start(self, batch: dict, batch_idx: int) -> None:

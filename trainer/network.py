@@ -17,7 +17,7 @@ from ultralytics.utils.torch_utils import unwrap_model
 from detgraph.cfg import CaptureOptions
 from detgraph.models import UnsupportedNetwork, objective_blocker
 
-from . import proof
+from . import proof, torch_private
 from .gradients import ReusedGradients
 from .holder import RecordingHolder
 from .lending import Loan
@@ -188,7 +188,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
                 "train with capture_network=False"
             )
         with torch.no_grad():
-            torch._foreach_copy_(recording.output_gradients, [g for g in incoming if g is not None])
+            torch_private.foreach_copy(recording.output_gradients, [g for g in incoming if g is not None])
         recording.backward()
         if self._before is not None:
             self._replayed = self._replayed_results(recording)  # hooks may change in place what is handed out

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import torch
 
+from . import torch_private
 from .lending import Memory
 
 T = TypeVar("T")
-# Routing one stream's allocations to a pool has no public name yet; without it nothing is lent.
-_begin_on_this_stream = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
 _snapshot_of_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
 
 
@@ -70,19 +69,19 @@ class CudaMemory(Memory):
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        if _begin_on_this_stream is None:
+        if not torch_private.can_lend():
             yield
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         with warnings.catch_warnings(), self.on_stream():
             # The last loss keeps gradient nodes alive, of the other stream: autograd synchronizes, and says so.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-            _begin_on_this_stream(index, self.pool)
+            torch_private.begin_allocate_to_pool(index, self.pool)
             try:
                 yield
             finally:
-                torch._C._cuda_endAllocateToPool(index, self.pool)
-                torch._C._cuda_releasePool(index, self.pool)
+                torch_private.end_allocate_to_pool(index, self.pool)
+                torch_private.release_pool(index, self.pool)
                 clear_workspaces()  # cuBLAS keeps one for each stream, and took it from the pool
                 torch.cuda.synchronize(self.device)  # nothing reads any more what was freed, on whatever stream
 
@@ -151,4 +150,4 @@ class CudaRecorder:
 
 def clear_workspaces() -> None:
     """Give the workspaces back that cuBLAS holds, 64 MiB for each stream on Hopper; it takes new ones at need."""
-    torch._C._cuda_clearCublasWorkspaces()
+    torch_private.clear_cublas_workspaces()

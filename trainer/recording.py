@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from detgraph.models import NetworkView
 
+from . import torch_private
 from .lending import Memory
 
 T = TypeVar("T")
@@ -95,11 +96,11 @@ def parameter_aliases(model: nn.Module) -> Iterator[dict[nn.Parameter, Tensor]]:
     replaced: list[tuple[dict, str, nn.Parameter]] = []
     try:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in torch_private.own_parameters(module).items():
                 if parameter is not None and parameter.requires_grad:
                     if parameter not in aliases:
                         aliases[parameter] = parameter.detach().requires_grad_()
-                    replaced.append((module._parameters, name, parameter))
+                    replaced.append((torch_private.own_parameters(module), name, parameter))
         for parameters, name, parameter in replaced:
             parameters[name] = aliases[parameter]
         yield aliases
