@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import shutil
 import tempfile
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,12 @@ os.environ["PYTHONPATH"] = helpers.import_path()
 runpy.run_path(str(helpers.STARTUP))  # this process has started already
 atexit.register(shutil.rmtree, os.environ["YOLO_CONFIG_DIR"], ignore_errors=True)
 helpers.put_font(Path(os.environ["YOLO_CONFIG_DIR"]))
+
+
+def pytest_report_header() -> str:
+    """Say which torch is tested, and which are allowed."""
+    (wanted,) = (r for r in requires("detgraph") if re.match(r"torch\b(?!vision)", r))
+    return f"torch {version('torch')} (allowed: {wanted})"
 
 
 @pytest.hookimpl(tryfirst=True)
