@@ -57,6 +57,7 @@ TINY = {
     ],
 }
 SHAPE = (2, 3, 64, 64)
+STEPWISE = ("losses", "gradients", "parameters", "buffers", "generators")  # parts of a trace with an entry a step
 Event = Callable[["Fit"], None]
 
 
@@ -95,7 +96,7 @@ def snapshot(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, tuple | 
         if tensor is None:
             found[name] = None
             continue
-        raw = as_bytes(tensor).numpy().tobytes()
+        raw = as_bytes(tensor).clone().numpy().tobytes()  # of a copy: see EmulatedMemory.move_out
         found[name] = (tensor.dtype, tensor.shape, raw if len(raw) < 4096 else hashlib.sha256(raw).digest())
     return found
 
@@ -112,6 +113,12 @@ class Trace:
     errors: list = field(default_factory=list)
     notes: list = field(default_factory=list)
     end: dict = field(default_factory=dict)
+
+    def before(self, step: int) -> Trace:
+        """Return what the trace says of the steps before ``step``; a note and an error have their step in front."""
+        parts = {name: getattr(self, name)[:step] for name in STEPWISE}
+        named = {name: [entry for entry in getattr(self, name) if entry[0] < step] for name in ("errors", "notes")}
+        return Trace(**parts, **named)
 
 
 class Fit:
@@ -253,7 +260,7 @@ class Fit:
 def differences(a: Trace, b: Trace) -> list[str]:
     """Return where two traces differ, earliest step first: part, step and, for tensors, names."""
     found: list[tuple[int, str]] = []
-    for part in ("losses", "gradients", "parameters", "buffers", "generators", "errors", "notes"):
+    for part in (*STEPWISE, "errors", "notes"):
         one, two = getattr(a, part), getattr(b, part)
         if len(one) != len(two):
             found.append((min(len(one), len(two)), f"number of {part}: {len(one)}, {len(two)}"))

@@ -358,4 +358,10 @@ def test_nothing_holds_a_dropped_recording():
         assert alive() is None, "only the garbage collector would free it"
     finally:
         gc.enable()
-    assert fit.loss is not None  # a loss that somebody keeps does not keep the recording
+    nodes, waiting = set(), [fit.loss.grad_fn]  # the loss that somebody keeps does not keep the recording
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    assert "ReplayBackward" in {type(node).__name__ for node in nodes}
