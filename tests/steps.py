@@ -61,6 +61,15 @@ STEPWISE = ("losses", "gradients", "parameters", "buffers", "generators")  # par
 Event = Callable[["Fit"], None]
 
 
+class Wrapped(nn.Module):
+    """A layer of the network with something around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
+
+
 @cache
 def _pristine(name: str) -> DetectionModel:
     torch.manual_seed(0)
@@ -87,6 +96,17 @@ def make_batch(seed: int, shape: tuple[int, ...] = SHAPE, labels: int = 2) -> di
         "bboxes": torch.cat((centre, size), 1),
         "batch_idx": torch.arange(shape[0]).repeat_interleave(labels).float(),
     }
+
+
+def build_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Return upstream's optimizer of this name for the parameters that the model has now."""
+    owner = SimpleNamespace(args=model.args, data={"nc": 2})
+    level = LOGGER.level
+    LOGGER.setLevel(logging.WARNING)
+    try:
+        return BaseTrainer.build_optimizer(owner, model, name, lr=0.01, decay=5e-4)
+    finally:
+        LOGGER.setLevel(level)
 
 
 def snapshot(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, tuple | None]:
@@ -179,11 +199,7 @@ class Fit:
 
     def rebuild_optimizer(self) -> None:
         """Make upstream's optimizer anew for the parameters that the model has now."""
-        owner = SimpleNamespace(args=self.model.args, data={"nc": 2})
-        level = LOGGER.level
-        LOGGER.setLevel(logging.WARNING)
-        self.optimizer = BaseTrainer.build_optimizer(owner, self.model, self.optimizer_name, lr=0.01, decay=5e-4)
-        LOGGER.setLevel(level)
+        self.optimizer = build_optimizer(self.model, self.optimizer_name)
 
     def layer(self, path: str) -> nn.Module:
         """Return the submodule at ``path`` below the network, e.g. ``0.conv``."""
@@ -256,6 +272,10 @@ class Fit:
         }
         return self
 
+    def differences(self, other: Fit) -> list[str]:
+        """Return where this fit and another part, earliest step first."""
+        return differences(self.trace, other.trace)
+
 
 def differences(a: Trace, b: Trace) -> list[str]:
     """Return where two traces differ, earliest step first: part, step and, for tensors, names."""
@@ -281,14 +301,14 @@ def _first(x: object, y: object) -> str:
 
 @dataclass
 class Twin:
-    """The eager fit and the replaying one after the same steps."""
+    """The fit that does not replay and the one that does after the same steps: two of any one class of fits."""
 
     eager: Fit
     replaying: Fit
 
     @property
     def differences(self) -> list[str]:
-        return differences(self.eager.trace, self.replaying.trace)
+        return self.eager.differences(self.replaying)
 
     @property
     def report(self) -> CaptureReport:

@@ -16,18 +16,9 @@ from torch import nn
 from detgraph.trainer import network, observed, torch_private
 from detgraph.trainer.state import NetworkState
 from perturb_network import attribute
-from steps import Fit, twin
+from steps import Fit, Wrapped, twin
 
 UNCHECKED = {"self_check": False}
-
-
-class Wrapped(nn.Module):
-    """A layer of the network with something around it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
 
 class Drops(Wrapped):
