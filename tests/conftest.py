@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import runpy
 import shutil
 import tempfile
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import helpers
+import torch_range
 
 # Upstream reads these once, at import; child processes inherit them. So they are set before any test module is loaded.
 os.environ["YOLO_OFFLINE"] = "true"
@@ -30,8 +30,7 @@ helpers.put_font(Path(os.environ["YOLO_CONFIG_DIR"]))
 
 def pytest_report_header() -> str:
     """Say which torch is tested, and which are allowed."""
-    (wanted,) = (r for r in requires("detgraph") if re.match(r"torch\b(?!vision)", r))
-    return f"torch {version('torch')} (allowed: {wanted})"
+    return f"torch {version('torch')} (allowed: {torch_range.allowed()})"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The tests of replay against the oldest and the newest torch that setup.cfg allows, each in an environment of its own.
+"""The tests of replay against the oldest and the newest torch that detgraph allows, each in an environment of its own.
 
 An environment is some gigabytes: torch comes with its CUDA libraries, used or not.
 """
@@ -6,12 +6,12 @@ An environment is some gigabytes: torch comes with its CUDA libraries, used or n
 from __future__ import annotations
 
 import argparse
-import configparser
 import os
 import re
 import subprocess
 import sys
 import venv
+from importlib.metadata import requires
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,11 +19,9 @@ TESTS = ("tests/replay", "tests/orthogonalization", "tests/unit/test_private_nam
 
 
 def allowed() -> str:
-    """Return the range of torch that setup.cfg asks for, such as ``>=2.8,<2.15``."""
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    (found,) = re.findall(r"^torch\b(?!vision)(.+)$", settings["options"]["install_requires"], re.MULTILINE)
-    return found.strip()
+    """Return the range of torch that the installed detgraph asks for, such as ``<2.15,>=2.8``."""
+    (found,) = (r for r in requires("detgraph") if re.match(r"torch\b", r))
+    return found.removeprefix("torch").strip()
 
 
 def ends() -> list[str]:
@@ -56,7 +54,7 @@ def examine(wanted: str, folder: Path, tests: list[str]) -> tuple[str, str]:
 def main() -> int:
     """Examine the releases and print a line for each; returns 1 if a test failed with one."""
     parser = argparse.ArgumentParser(description="Tests of replay against releases of torch.")
-    parser.add_argument("versions", nargs="*", help="releases, by default the first and the last that setup.cfg allows")
+    parser.add_argument("versions", nargs="*", help="releases, by default the first and the last that detgraph allows")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "torch-range", help="environments")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-TESTED = "2.8 to 2.14"  # releases of torch, as setup.cfg allows them
+TESTED = "2.8 to 2.14"  # releases of torch: those that the package's requirements allow
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = ("_parameters", "_buffers", "_modules")
 
