@@ -10,7 +10,7 @@ export YOLO_OFFLINE := true
 export YOLO_CONFIG_DIR := $(RUNS)/config
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo lint format test test-all test-gpu bench goldens upstream-range gate gate-accelerator clean
+.PHONY: help venv install demo lint format test test-all test-gpu bench goldens upstream-range torch-range gate gate-accelerator clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ goldens: venv  ## record the goldens anew and show what changed; DEVICE=0 for th
 
 upstream-range: venv  ## drift check and a short parity case against upstream's last releases; VERSIONS="8.4.189 ..."
 	$(BIN)/python tests/upstream_range.py --folder $(RUNS)/upstream-range $(VERSIONS)
+
+torch-range: venv  ## the tests of replay with the oldest and the newest torch that setup.cfg allows; VERSIONS="2.9.1 ..."
+	$(BIN)/python tests/torch_range.py --folder $(RUNS)/torch-range $(VERSIONS)
 
 gate:  ## what a commit has to pass: lint, drift, docs, tests, goldens, wheel; stops at the first red
 	$(PYTHON) tests/gate.py --venv $(VENV)

@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 
 import perturbations
+from helpers import pool_bytes
 
 HERE = Path(__file__).resolve().parent
 
@@ -127,6 +128,8 @@ class Observer:
             result["micro_batches"] = trainer.loop_state.micro_batches
         if getattr(trainer, "capture_report", None) is not None:
             result["report"] = trainer.capture_report.to_dict()
+        if getattr(trainer, "recorder", None) is not None:
+            result["replays"] = trainer.recorder.replays
         return result
 
 
@@ -190,6 +193,8 @@ def main() -> None:
             gc.freeze()
         request = json.loads(line)
         result = run(kind, request, digests)
+        if torch.cuda.is_available():
+            result["pools"] = pool_bytes()  # the trainer is gone
         part = Path(request["out"] + ".part")
         part.write_text(json.dumps(result))
         part.replace(request["out"])

@@ -10,11 +10,13 @@ import os
 import runpy
 import shutil
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import helpers
+import torch_range
 
 # Upstream reads these once, at import; child processes inherit them. So they are set before any test module is loaded.
 os.environ["YOLO_OFFLINE"] = "true"
@@ -24,6 +26,11 @@ os.environ["PYTHONPATH"] = helpers.import_path()
 runpy.run_path(str(helpers.STARTUP))  # this process has started already
 atexit.register(shutil.rmtree, os.environ["YOLO_CONFIG_DIR"], ignore_errors=True)
 helpers.put_font(Path(os.environ["YOLO_CONFIG_DIR"]))
+
+
+def pytest_report_header() -> str:
+    """Say which torch is tested, and which are allowed."""
+    return f"torch {version('torch')} (allowed: {torch_range.allowed()})"
 
 
 @pytest.hookimpl(tryfirst=True)

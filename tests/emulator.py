@@ -30,19 +30,43 @@ HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten
 DRAWS = {"dropout", "rand", "randn", "randint", "uniform", "normal", "bernoulli", "rand_like", "randn_like"}
 
 
+class Leaving:
+    """A storage that is to leave emulated memory. The place that it gives up stays the memory's, as a pool's does.
+
+    The allocator of the CPU would hand out the same place again at once: moved or not, nobody could tell.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, kept: list[torch.UntypedStorage]) -> None:
+        self._storage, self._kept, self._place = storage, kept, storage.data_ptr()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+    def resize_(self, size: int) -> None:
+        self._storage.resize_(size)
+        while self._storage.nbytes() and self._storage.data_ptr() == self._place:
+            self._storage.resize_(0)
+            self._kept.append(torch.UntypedStorage(size))
+            self._storage.resize_(size)
+
+
 class EmulatedMemory(Memory, TorchDispatchMode):
-    """Knows the storages that were allocated while it was lent; a replay writes over those that still live in it."""
+    """Knows the storages that were allocated while it was lent; a replay writes over those that still live in it.
+
+    Who lives in it is told by the address alone: a storage has left when it lies elsewhere.
+    """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self._tenants: dict[int, StorageWeakRef] = {}
+        self._tenants: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._kept: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in inputs:
-                self._tenants[storage._cdata] = StorageWeakRef(storage)
+                self._tenants[storage._cdata] = StorageWeakRef(storage), storage.data_ptr()
         return result
 
     lends = True
@@ -57,20 +81,26 @@ class EmulatedMemory(Memory, TorchDispatchMode):
         return self  # as a dispatch mode
 
     def in_use(self) -> set[int]:
-        self._tenants = {key: ref for key, ref in self._tenants.items() if not ref.expired()}
+        living = {key: place for key, place in self._tenants.items() if not place[0].expired()}
+        self._tenants = {key: place for key, place in living.items() if self._storage(key).data_ptr() == place[1]}
         return set(self._tenants)
+
+    @staticmethod
+    def _storage(key: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage._new_with_weak_ptr(key)
 
     def key(self, storage: torch.UntypedStorage) -> int:
         return storage._cdata
 
     def move_out(self, storage: torch.UntypedStorage) -> None:
-        if storage.resizable():  # not where NumPy looks at it, as the tests do; no CUDA storage is
-            super().move_out(storage)
-        self._tenants.pop(storage._cdata, None)
+        if storage.resizable():
+            super().move_out(Leaving(storage, self._kept))
+        else:  # a digest has let NumPy look at it, which no storage on a GPU knows: it cannot move, and counts as gone
+            del self._tenants[storage._cdata]
 
     def overwrite(self) -> None:
         for key in self.in_use():
-            torch.UntypedStorage._new_with_weak_ptr(key).fill_(255)
+            self._storage(key).fill_(255)
 
 
 class PoisonedGenerator(TorchFunctionMode):
@@ -85,9 +115,10 @@ class PoisonedGenerator(TorchFunctionMode):
 class EmulatedTape(TorchDispatchMode):
     """The operations of one pass; ``replay`` runs them again on the same tensors, results written in place."""
 
-    def __init__(self, memory: EmulatedMemory) -> None:
+    def __init__(self, memory: EmulatedMemory, replayed: Callable[[], None]) -> None:
         super().__init__()
         self.memory = memory
+        self.replayed = replayed
         self.calls: list[tuple] = []
         self.later_results: list[Tensor] = []
         self.released = False
@@ -118,6 +149,7 @@ class EmulatedTape(TorchDispatchMode):
 
     def replay(self) -> None:
         assert not self.released, "replay after release"
+        self.replayed()
         below = torch._C._AutoDispatchBelowAutograd()
         try:
             with (
@@ -146,7 +178,9 @@ class EmulatedTape(TorchDispatchMode):
 
 
 class EmulatingRecorder:
-    """Stands in for the CUDA recorder; ``recorded`` counts captures, ``fail_with`` makes the next one raise.
+    """Stands in for the CUDA recorder; ``recorded`` counts captures, ``replays`` the replays of all their tapes.
+
+    ``fail_with`` makes the next capture raise.
 
     With ``shared_pool`` off, the tapes of a recording do not reuse each other's memory, and the gradients of a backward
     live until the next backward. A capture that has become invalid poisons the generator, as torch does on CUDA, until
@@ -157,7 +191,7 @@ class EmulatingRecorder:
         self.shared_pool = shared_pool
         self.heals = heals
         self.poison: PoisonedGenerator | None = None
-        self.recorded = 0
+        self.recorded = self.replays = 0
         self.fail_with: BaseException | None = None
         self._tapes: list[EmulatedTape] = []
 
@@ -170,7 +204,7 @@ class EmulatingRecorder:
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             raise error
-        tape = EmulatedTape(self._memory)
+        tape = EmulatedTape(self._memory, self._count)
         try:
             with tape:
                 result = run()
@@ -184,6 +218,9 @@ class EmulatingRecorder:
         self._tapes.append(tape)
         self.recorded += 1
         return result, tape
+
+    def _count(self) -> None:
+        self.replays += 1
 
     def settle(self, recent: bool = False) -> None:
         """Nothing to wait for."""

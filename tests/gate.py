@@ -63,7 +63,8 @@ def stages(venv: Path | None, accelerator: bool = False) -> list[Stage]:
         test("wheel", "tests/wheel"),
     ]
     if accelerator:
-        plan.append(test("accelerator", "tests/cuda", "tests/goldens", *BESIDE, marked="gpu"))
+        folders = ("tests/cuda", "tests/goldens", "tests/replay/test_recorder_contract.py")
+        plan.append(test("accelerator", *folders, *BESIDE, marked="gpu"))
     return plan
 
 

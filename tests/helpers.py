@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Collection
@@ -30,6 +31,17 @@ def missing_gpu() -> str:
         return ""
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return f"no CUDA device (torch {torch.__version__}, {built})"
+
+
+def pool_bytes() -> int:
+    """Return what is reserved on the GPU in pools of CUDA graphs, used or not: nothing, once no recording is left."""
+    import torch
+
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
 
 
 def put_font(config: Path) -> None:

@@ -7,22 +7,19 @@ and the step; the same events go to both fits of a `Twin`, whose traces are then
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from ultralytics.engine.trainer import BaseTrainer
-from ultralytics.utils import LOGGER
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer.orthogonalization import GraphedOrthogonalization
 from detgraph.trainer.report import CaptureReport, RecordingCounts
 from emulator import EmulatingRecorder
-from steps import make_model, snapshot
+from steps import Twin, build_optimizer, make_model, snapshot
 
 Event = Callable[["Fit"], None]
 
@@ -67,11 +64,7 @@ class Fit:
 
     def rebuild_optimizer(self) -> None:
         """Make upstream's MuSGD anew for the parameters that the model has now."""
-        owner = SimpleNamespace(args=self.model.args, data={"nc": 2})
-        level = LOGGER.level
-        LOGGER.setLevel(logging.WARNING)
-        self.optimizer = BaseTrainer.build_optimizer(owner, self.model, "MuSGD", lr=0.01, decay=5e-4)
-        LOGGER.setLevel(level)
+        self.optimizer = build_optimizer(self.model, "MuSGD")
 
     @property
     def muon_groups(self) -> list[dict]:
@@ -140,35 +133,12 @@ class Fit:
         self.cleanup.close()
         return self
 
-
-@dataclass
-class Twin:
-    """Upstream's fit and the replaying one after the same steps."""
-
-    stock: Fit
-    replaying: Fit
-    reasons: list[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reasons = [retirement["reason"] for retirement in self.report.retirements]
-
-    @property
-    def report(self) -> RecordingCounts:
-        return self.replaying.report
-
-    @property
-    def differences(self) -> list[str]:
-        """Return where the two part first: the step, and the names that differ."""
-        for number, (a, b) in enumerate(zip(self.stock.trace, self.replaying.trace, strict=True)):
+    def differences(self, other: Fit) -> list[str]:
+        """Return where this fit and another part first: the step, and the names that differ."""
+        for number, (a, b) in enumerate(zip(self.trace, other.trace, strict=True)):
             if names := [name for name in {**a, **b} if a.get(name) != b.get(name)]:
                 return [f"step {number}: {name}" for name in names]
         return []
-
-    def assert_same(self, replayed: int | None = None) -> None:
-        """Insist on equal bytes, and on the number of replays (by default at least one)."""
-        assert not self.differences, self.differences
-        assert self.report.replayed == replayed if replayed is not None else self.report.replayed > 0, self.report
-        assert self.report.unverifiable == []
 
 
 def run(capture: bool, events: Mapping[int, Event] | None = None, steps: int = 6, accept=(), **settings) -> Fit:

@@ -7,7 +7,7 @@ CUDA libraries, and modes whose effect another part of PyTorch already reports).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from ultralytics.utils.loss import E2ELoss
 
-from steps import Event, Fit, make_batch
+from detgraph.trainer.guards import Guards
+from steps import Event, Fit, Wrapped, make_batch
 
 
 @dataclass
@@ -101,15 +102,34 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LouderKernels(TorchDispatchMode):
+    """Changes what one operator returns."""
+
+    def __init__(self, operator: Callable) -> None:
+        super().__init__()
+        self.operator = operator
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        return result * 1.25 if func is torch.ops.aten.convolution.default else result
+        return result * 1.25 if func is self.operator else result
 
 
 class LouderFunctions(TorchFunctionMode):
+    """Changes what one function returns."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        return result * 1.25 if func is torch.conv2d else result
+        return result * 1.25 if func is self.function else result
+
+
+def remove_guard(signatures: Iterable[Guards], name: str) -> None:
+    """Take the guard of this name out of all signatures that have it."""
+    for signature in signatures:
+        if name in signature.guards:
+            del signature._checks[signature.guards.index(name)]
 
 
 def hook_every_module(fit: Fit) -> None:
@@ -146,14 +166,12 @@ class Function(nn.Module):
         return self.function(x)
 
 
-class UsedTwice(nn.Module):
+class UsedTwice(Wrapped):
     """One convolution at two places: with autocast's weight cache its gradients are summed before the cast."""
 
     def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.conv = nn.Conv2d(16, 16, 3, padding=1)
-        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
     def forward(self, x):
         return self.conv(torch.sigmoid(self.conv(self.inner(x))))
@@ -243,8 +261,8 @@ PERTURBATIONS: dict[str, Perturbation] = {
     ),
     "anomaly mode": Perturbation(context(torch.autograd.detect_anomaly), "False -> True", "state"),
     "saved-tensor hooks": Perturbation(context(rounded_activations), "False -> True"),
-    "dispatch modes": Perturbation(context(LouderKernels), "0 -> 1"),
-    "function modes": Perturbation(context(LouderFunctions), "0 -> 1"),
+    "dispatch modes": Perturbation(context(lambda: LouderKernels(torch.ops.aten.convolution.default)), "0 -> 1"),
+    "function modes": Perturbation(context(lambda: LouderFunctions(torch.conv2d)), "0 -> 1"),
     "global module hooks": Perturbation(hook_every_module, "0 -> 1"),
     "objective": Perturbation(lambda fit: setattr(fit.model, "criterion", ReadsFeatures(fit.model)), "ReadsFeatures"),
     "saved layer indices": Perturbation(lambda fit: fit.model.save.remove(2), "saved layer indices", "outcome"),

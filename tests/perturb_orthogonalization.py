@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from ultralytics.optim import muon
 
 from optimizer_steps import Event, Fit
-from perturb_network import BF16, FP16, Perturbation, attribute, context, deterministic, flag, matmul
+from perturb_network import (
+    BF16,
+    FP16,
+    LouderFunctions,
+    LouderKernels,
+    Perturbation,
+    attribute,
+    context,
+    deterministic,
+    flag,
+    matmul,
+)
 
 NAME = "model.3.conv.weight"
 
@@ -57,18 +66,6 @@ def add_wide_layer(model: nn.Module) -> None:
     model.wide = nn.Conv2d(64, 64, 3)
 
 
-class LouderKernels(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 1.25 if func is torch.ops.aten.baddbmm.default else result
-
-
-class LouderFunctions(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 1.25 if func is torch.baddbmm else result
-
-
 def other_iteration(fit: Fit) -> None:
     stock = muon.zeropower_via_newtonschulz5
 
@@ -106,8 +103,8 @@ PERTURBATIONS: dict[str, Perturbation] = {
     "fp16 reduced-precision reduction": Perturbation(attribute(matmul, FP16, False), "fp16 reduced", "state"),
     "bf16 reduced-precision reduction": Perturbation(attribute(matmul, BF16, False), "bf16 reduced", "state"),
     "kernel choice": Perturbation(attribute(matmul, "allow_fp16_accumulation", True), "fp16 accumulation", "state"),
-    "dispatch modes": Perturbation(context(LouderKernels), "0 -> 1"),
-    "function modes": Perturbation(context(LouderFunctions), "0 -> 1"),
+    "dispatch modes": Perturbation(context(lambda: LouderKernels(torch.ops.aten.baddbmm.default)), "0 -> 1"),
+    "function modes": Perturbation(context(lambda: LouderFunctions(torch.baddbmm)), "0 -> 1"),
     "zeropower_via_newtonschulz5": Perturbation(other_iteration, "other_iteration.<locals>.louder"),
     "gradient shape": Perturbation(
         prune, f"of {NAME}: torch.Size([16, 8, 3, 3]) -> torch.Size([8, 8, 3, 3])", "outcome"

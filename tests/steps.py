@@ -57,7 +57,17 @@ TINY = {
     ],
 }
 SHAPE = (2, 3, 64, 64)
+STEPWISE = ("losses", "gradients", "parameters", "buffers", "generators")  # parts of a trace with an entry a step
 Event = Callable[["Fit"], None]
+
+
+class Wrapped(nn.Module):
+    """A layer of the network with something around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
 
 @cache
@@ -88,6 +98,17 @@ def make_batch(seed: int, shape: tuple[int, ...] = SHAPE, labels: int = 2) -> di
     }
 
 
+def build_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Return upstream's optimizer of this name for the parameters that the model has now."""
+    owner = SimpleNamespace(args=model.args, data={"nc": 2})
+    level = LOGGER.level
+    LOGGER.setLevel(logging.WARNING)
+    try:
+        return BaseTrainer.build_optimizer(owner, model, name, lr=0.01, decay=5e-4)
+    finally:
+        LOGGER.setLevel(level)
+
+
 def snapshot(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, tuple | None]:
     """Return dtype, shape and raw bytes (or their hash) by name, None for a missing tensor. Fast, for CPU tensors."""
     found: dict[str, tuple | None] = {}
@@ -95,18 +116,9 @@ def snapshot(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, tuple | 
         if tensor is None:
             found[name] = None
             continue
-        raw = as_bytes(tensor).numpy().tobytes()
+        raw = as_bytes(tensor).clone().numpy().tobytes()  # of a copy: see EmulatedMemory.move_out
         found[name] = (tensor.dtype, tensor.shape, raw if len(raw) < 4096 else hashlib.sha256(raw).digest())
     return found
-
-
-class Wrapped(nn.Module):
-    """A layer of the network with something around it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
 
 def wrap(kind: Callable[[nn.Module], Wrapped]) -> Callable[[nn.Module], None]:
@@ -130,6 +142,12 @@ class Trace:
     errors: list = field(default_factory=list)
     notes: list = field(default_factory=list)
     end: dict = field(default_factory=dict)
+
+    def before(self, step: int) -> Trace:
+        """Return what the trace says of the steps before ``step``; a note and an error have their step in front."""
+        parts = {name: getattr(self, name)[:step] for name in STEPWISE}
+        named = {name: [entry for entry in getattr(self, name) if entry[0] < step] for name in ("errors", "notes")}
+        return Trace(**parts, **named)
 
 
 class Fit:
@@ -190,11 +208,7 @@ class Fit:
 
     def rebuild_optimizer(self) -> None:
         """Make upstream's optimizer anew for the parameters that the model has now."""
-        owner = SimpleNamespace(args=self.model.args, data={"nc": 2})
-        level = LOGGER.level
-        LOGGER.setLevel(logging.WARNING)
-        self.optimizer = BaseTrainer.build_optimizer(owner, self.model, self.optimizer_name, lr=0.01, decay=5e-4)
-        LOGGER.setLevel(level)
+        self.optimizer = build_optimizer(self.model, self.optimizer_name)
 
     def layer(self, path: str) -> nn.Module:
         """Return the submodule at ``path`` below the network, e.g. ``0.conv``."""
@@ -267,11 +281,15 @@ class Fit:
         }
         return self
 
+    def differences(self, other: Fit) -> list[str]:
+        """Return where this fit and another part, earliest step first."""
+        return differences(self.trace, other.trace)
+
 
 def differences(a: Trace, b: Trace) -> list[str]:
     """Return where two traces differ, earliest step first: part, step and, for tensors, names."""
     found: list[tuple[int, str]] = []
-    for part in ("losses", "gradients", "parameters", "buffers", "generators", "errors", "notes"):
+    for part in (*STEPWISE, "errors", "notes"):
         one, two = getattr(a, part), getattr(b, part)
         if len(one) != len(two):
             found.append((min(len(one), len(two)), f"number of {part}: {len(one)}, {len(two)}"))
@@ -292,14 +310,14 @@ def _first(x: object, y: object) -> str:
 
 @dataclass
 class Twin:
-    """The eager fit and the replaying one after the same steps."""
+    """The fit that does not replay and the one that does after the same steps: two of any one class of fits."""
 
     eager: Fit
     replaying: Fit
 
     @property
     def differences(self) -> list[str]:
-        return differences(self.eager.trace, self.replaying.trace)
+        return self.eager.differences(self.replaying)
 
     @property
     def report(self) -> CaptureReport:

@@ -20,6 +20,7 @@ from detgraph.cfg import precision_blocker
 from detgraph.models import objective_blocker
 from detgraph.patches import replay_orthogonalization
 
+from . import torch_private
 from .network import EagerNetworkStep, GraphedNetworkStep
 from .orthogonalization import EagerOrthogonalization, GraphedOrthogonalization
 from .recorders import CudaRecorder
@@ -47,15 +48,17 @@ def split_blocker(model: nn.Module) -> str | None:
 
     Called at every step: a hook on the model itself would otherwise see another call than upstream's.
     """
+    if blocker := torch_private.missing():
+        return blocker
     model = unwrap_model(model)
     if type(model) is not DetectionModel:
         return f"model class {type(model).__qualname__} is not upstream's DetectionModel"
-    if replaced := [name for name in REPLACEABLE_METHODS if not _is_upstreams(getattr(DetectionModel, name))]:
+    if replaced := [name for name in REPLACEABLE_METHODS if not _is_upstreams(getattr(DetectionModel, name, None))]:
         return f"the model's {replaced[0]}() was replaced on its class"
     attributes = vars(model)
     if replaced := [name for name in REPLACEABLE_METHODS if name in attributes]:
         return f"the model's {replaced[0]}() was replaced on the instance"
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+    if torch_private.module_hooked(model):
         return "a hook is registered on the model itself"
     return None
 
@@ -148,6 +151,8 @@ def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkSt
             f"capture_network: only batches of {shape[3]}x{shape[2]} are replayed, about {share:.0%} of the full ones; "
             "the others train eagerly. A fixed size (multi_scale=0, rect=False) replays all of them."
         )
+    for lack in torch_private.reduced(trainer.device.type):
+        LOGGER.warning(f"capture_network: {lack}")
     step = GraphedNetworkStep(trainer.model, recorder, shape, trainer.capture, report)
     step.survivors = lambda: [trainer.loss, *(trainer.loss_items or {}).values(), *(trainer.tloss or {}).values()]
     return step, None
@@ -155,7 +160,7 @@ def network_step_for(trainer: LightningDetectionTrainer) -> tuple[EagerNetworkSt
 
 def _orthogonalization_blocker(trainer: LightningDetectionTrainer) -> str | None:
     """Return why this fit's optimizer steps stay eager from the start."""
-    if blocker := _device_blocker(trainer):
+    if blocker := _device_blocker(trainer) or torch_private.missing():
         return blocker
     if type(trainer.optimizer) is not MuSGD:
         return (

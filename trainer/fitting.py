@@ -14,10 +14,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
+from . import lightning_private
 from .state import Generators
 
 if TYPE_CHECKING:
@@ -228,6 +230,18 @@ class NoOptimizer:
     def load_state_dict(self, state_dict: dict) -> None: ...
 
 
+def lightning_blocker(device: torch.device) -> str | None:
+    """Return why the installed Lightning cannot run a fit on ``device``, or None: tried, before a fit is set up."""
+    try:
+        with neutral_environment(), quiet_lightning():
+            found = lightning_private.missing(build_trainer(device, []))
+    except (ImportError, AttributeError, TypeError) as error:  # a class, a method or an argument that is gone
+        found = f"its Trainer cannot be built: {error}"
+    if found is None:
+        return None
+    return f"Lightning {version('lightning')} does not fit, so upstream's own loop runs: {found}"
+
+
 def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, callbacks: list) -> pl.Trainer:
     """Run ``module`` over ``batches``, epoch after epoch, until it stops itself; return the Lightning trainer.
 
@@ -238,7 +252,7 @@ def fit(module: pl.LightningModule, batches: Iterable, device: torch.device, cal
     """
     with neutral_environment(), quiet_lightning():
         trainer = build_trainer(device, callbacks)
-    trainer.fit_loop.run = carrying(trainer.fit_loop.run)
+    lightning_private.wrap_run(trainer, carrying)
     carried: BaseException | None = None
     with quiet_lightning(), own_signals() as handlers:
         module.signal_handlers = handlers

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from . import torch_private
+
 
 class ReusedGradients:
     """The static gradients of one recording, one per parameter or None, and a second set for what has to outlive them.
@@ -28,7 +30,7 @@ class ReusedGradients:
         self.own: list[Tensor] = []
         self.accumulates = False
         self._own_are_out = False
-        self._storages = [gradient.untyped_storage()._cdata for gradient in self.static]
+        self._storages = list(map(torch_private.storage_key, self.static))
         self._own_storages: list[int] = []
         self._own_unused: list[int] = []
         self._unused = self._count(self._storages)
@@ -67,7 +69,7 @@ class ReusedGradients:
         if not wanted or not self._have_own():
             return [None if gradient is None else gradient.detach() for gradient in self.all]
         with torch.no_grad():
-            torch._foreach_copy_(self.own, self.static)
+            torch_private.foreach_copy(self.own, self.static)
         self._own_are_out = True
         handed = iter([own.detach() for own in self.own])
         return [None if gradient is None else next(handed) for gradient in self.all]
@@ -79,7 +81,7 @@ class ReusedGradients:
                 own = [torch.empty_like(gradient) for gradient in self.static]
             except RuntimeError:
                 return False
-            self.own, self._own_storages = own, [gradient.untyped_storage()._cdata for gradient in own]
+            self.own, self._own_storages = own, list(map(torch_private.storage_key, own))
             self._own_unused = self._count(self._own_storages)
         return True
 
@@ -94,12 +96,12 @@ class ReusedGradients:
     def _copies(gradients: list[Tensor]) -> list[Tensor]:
         copies = [torch.empty_like(gradient) for gradient in gradients]
         with torch.no_grad():
-            torch._foreach_copy_(copies, gradients)
+            torch_private.foreach_copy(copies, gradients)
         return copies
 
     @staticmethod
     def _count(storages: list[int]) -> list[int]:
-        return list(map(torch._C._storage_Use_Count, storages))
+        return list(map(torch_private.storage_use_count, storages))
 
 
 def _address(tensor: Tensor) -> int:

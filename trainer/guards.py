@@ -14,10 +14,9 @@ from functools import cache, partial
 from itertools import product
 
 import torch
-from torch.nn.modules import module as nn_module
 
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = tuple("_global" + name for name in MODULE_HOOKS)
+from . import torch_private
+
 LONGEST = 400  # characters of a reason
 
 
@@ -87,8 +86,9 @@ def _fp32_precision() -> Callable[[], dict[str, object]]:
 
     Newer torch keeps them by backend and operation, and then refuses to tell the older ones where they disagree.
     """
-    flags = {"cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32, "matmul": torch._C._get_float32_matmul_precision}
-    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    cudnn = torch.backends.cudnn
+    flags = {"cudnn.allow_tf32": lambda: cudnn.allow_tf32, "matmul": torch.get_float32_matmul_precision}
+    getter = torch_private.fp32_precision
     for pair in product(("generic", "cuda", "cudnn"), ("all", "matmul", "conv", "rnn")) if getter else ():
         with suppress(RuntimeError):  # no such pair in this torch
             getter(*pair)
@@ -105,24 +105,31 @@ def _fp32_precision() -> Callable[[], dict[str, object]]:
 
 def _kernel_choice() -> Callable[[], dict[str, object]]:
     """Return the reader of the flags that say which kernels compute products and attention; those that torch has."""
-    flags = {
-        "fp16 accumulation": "_get_cublas_allow_fp16_accumulation",
-        "BLAS": "_get_blas_preferred_backend",
-        "flash attention": "_get_flash_sdp_enabled",
-        "memory-efficient attention": "_get_mem_efficient_sdp_enabled",
-        "math attention": "_get_math_sdp_enabled",
-        "cudnn attention": "_get_cudnn_sdp_enabled",
-        "reduced attention": "_get_math_sdp_allow_fp16_bf16_reduction",
-        "attention order": "_get_sdp_priority_order",
+    cuda = torch.backends.cuda
+    readers = {
+        "BLAS": cuda.preferred_blas_library,
+        "flash attention": cuda.flash_sdp_enabled,
+        "memory-efficient attention": cuda.mem_efficient_sdp_enabled,
+        "math attention": cuda.math_sdp_enabled,
+        "cudnn attention": cuda.cudnn_sdp_enabled,
+        "reduced attention": cuda.fp16_bf16_reduction_math_sdp_allowed,
+        "fp16 accumulation": lambda: cuda.matmul.allow_fp16_accumulation,
     }
-    readers = {name: getattr(torch._C, reader) for name, reader in flags.items() if hasattr(torch._C, reader)}
+    if torch_private.attention_order:
+        readers["attention order"] = torch_private.attention_order
     return lambda: {name: read() for name, read in readers.items()}
+
+
+def _products(allowed: str, in_parts: str) -> Callable[[], dict[str, object]]:
+    """Return the reader of whether products may sum less precisely, and in parts where torch tells that apart."""
+    matmul = torch.backends.cuda.matmul
+    return lambda: {"allowed": getattr(matmul, allowed), "split-k": getattr(matmul, in_parts, None)}
 
 
 @cache  # readers, not values
 def _context(device_type: str) -> dict[str, Callable[[], object]]:
     """Return the readers of process state, by the name that a reason uses."""
-    c = torch._C
+    cudnn = torch.backends.cudnn
     return {
         "grad mode": torch.is_grad_enabled,
         "inference mode": torch.is_inference_mode_enabled,
@@ -132,18 +139,22 @@ def _context(device_type: str) -> dict[str, Callable[[], object]]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
         "deterministic warn-only": torch.is_deterministic_algorithms_warn_only_enabled,
         "fill_uninitialized_memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,
-        "cudnn.enabled": c._get_cudnn_enabled,
-        "cudnn.deterministic": c._get_cudnn_deterministic,
-        "cudnn.benchmark": c._get_cudnn_benchmark,
+        "cudnn.enabled": lambda: cudnn.enabled,
+        "cudnn.deterministic": lambda: cudnn.deterministic,
+        "cudnn.benchmark": lambda: cudnn.benchmark,
         "fp32 precision": _fp32_precision(),
-        "fp16 reduced-precision reduction": c._get_cublas_allow_fp16_reduced_precision_reduction,
-        "bf16 reduced-precision reduction": c._get_cublas_allow_bf16_reduced_precision_reduction,
+        "fp16 reduced-precision reduction": _products(
+            "allow_fp16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction_split_k"
+        ),
+        "bf16 reduced-precision reduction": _products(
+            "allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k"
+        ),
         "kernel choice": _kernel_choice(),
         "anomaly mode": torch.is_anomaly_enabled,
-        "saved-tensor hooks": lambda: c._autograd._top_saved_tensors_default_hooks(False) is not None,
-        "dispatch modes": c._len_torch_dispatch_stack,
-        "function modes": c._len_torch_function_stack,
-        "global module hooks": lambda: sum(len(getattr(nn_module, name)) for name in GLOBAL_HOOKS),
+        "saved-tensor hooks": torch_private.saved_tensors_hooked,
+        "dispatch modes": torch_private.dispatch_modes,
+        "function modes": torch_private.function_modes,
+        "global module hooks": torch_private.global_module_hooks,
     }
 
 

@@ -149,7 +149,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         """Run the fit: our loop, or upstream's own with one warning where ours may not stand in for it."""
         self.capture_report = CaptureReport(self.capture)
         self._write_report()  # a fit that is killed remembers its options
-        if blocker := loop_blocker(self):
+        if blocker := loop_blocker(self) or self._lightning_blocker():
             self._say_not_in_force(blocker)
             try:
                 return super()._do_train()
@@ -158,6 +158,14 @@ class LightningDetectionTrainer(DetectionTrainer):
         self._setup_train()
         self._run_loop(self._begin())
         return None
+
+    def _lightning_blocker(self) -> str | None:
+        """Return why the installed Lightning cannot run our loop, or None. Imports it."""
+        try:
+            from .fitting import lightning_blocker
+        except ImportError as error:
+            return f"Lightning cannot be imported ({error}), so upstream's own loop runs"
+        return lightning_blocker(self.device)
 
     def _begin(self) -> LoopState:
         """What upstream does between set-up and the first epoch."""

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import torch
 
+from . import torch_private
 from .lending import Memory
 
 T = TypeVar("T")
-# Routing one stream's allocations to a pool has no public name yet; without it nothing is lent.
-_begin_on_this_stream = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
 _snapshot_of_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
 
 
@@ -49,7 +48,7 @@ class CudaMemory(Memory):
 
     @property
     def lends(self) -> bool:
-        return _begin_on_this_stream is not None
+        return torch_private.can_lend()
 
     def measure(self) -> None:
         ours = (s for s in torch.cuda.memory_snapshot() if s["stream"] == self.stream.cuda_stream)
@@ -78,12 +77,12 @@ class CudaMemory(Memory):
         with warnings.catch_warnings(), self.on_stream():
             # The last loss keeps gradient nodes alive, of the other stream: autograd synchronizes, and says so.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-            _begin_on_this_stream(index, self.pool)
+            torch_private.begin_allocate_to_pool(index, self.pool)
             try:
                 yield
             finally:
-                torch._C._cuda_endAllocateToPool(index, self.pool)
-                torch._C._cuda_releasePool(index, self.pool)
+                torch_private.end_allocate_to_pool(index, self.pool)
+                torch_private.release_pool(index, self.pool)
                 clear_workspaces()  # cuBLAS keeps one for each stream, and took it from the pool
                 torch.cuda.synchronize(self.device)  # nothing reads any more what was freed, on whatever stream
 
@@ -148,8 +147,9 @@ class CudaRecorder:
             graph.capture_end()
             return
         with suppress(RuntimeError):  # not if it had come so far
-            torch._C._cuda_endAllocateToPool(_index(self.device), self._memory.pool)
-            torch._C._cuda_releasePool(_index(self.device), self._memory.pool)
+            if torch_private.can_lend():
+                torch_private.end_allocate_to_pool(_index(self.device), self._memory.pool)
+                torch_private.release_pool(_index(self.device), self._memory.pool)
         with suppress(RuntimeError), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             another = torch.cuda.CUDAGraph()  # a whole capture, of nothing, hands the generator back
@@ -170,4 +170,4 @@ def _index(device: torch.device) -> int:
 
 def clear_workspaces() -> None:
     """Give the workspaces back that cuBLAS holds, 64 MiB for each stream on Hopper; it takes new ones at need."""
-    torch._C._cuda_clearCublasWorkspaces()
+    torch_private.clear_cublas_workspaces()

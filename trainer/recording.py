@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from detgraph.models import NetworkView
 
-from . import proof
+from . import proof, torch_private
 from .gradients import ReusedGradients
 from .lending import Memory
 from .signature import Signature
@@ -103,11 +103,11 @@ def parameter_aliases(model: nn.Module) -> Iterator[dict[nn.Parameter, Tensor]]:
 
     try:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in torch_private.own_parameters(module).items():
                 if parameter is not None and parameter.requires_grad:
                     if parameter not in aliases:
                         aliases[parameter] = parameter.detach().requires_grad_()
-                    replaced.append((module._parameters, name, parameter))
+                    replaced.append((torch_private.own_parameters(module), name, parameter))
         for parameters, name, parameter in replaced:
             parameters[name] = aliases[parameter]
         yield aliases
@@ -249,7 +249,7 @@ class Recording:
                 "train with capture_network=False"
             )
         with torch.no_grad():
-            torch._foreach_copy_(self.output_gradients, [g for g in incoming if g is not None])
+            torch_private.foreach_copy(self.output_gradients, [g for g in incoming if g is not None])
         self._tapes[1].replay()
         if self.observing:
             self.observed = self.results()

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from detgraph.models import objective_blocker
 
-from .guards import MODULE_HOOKS, Guard, Guards, first_difference, from_to, process_guards, process_obstacle
+from . import torch_private
+from .guards import Guard, Guards, first_difference, from_to, process_guards, process_obstacle
 from .reach import INTERNAL, Reach, difference
+from .torch_private import CONTAINERS, MODULE_HOOKS
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
-CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 # State under which nothing may be recorded: the name in the context, and the value that allows a recording.
 RECORDABLE = {
@@ -61,7 +62,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     A replay hands all gradients over at once, so hooks of several parameters run in another order than in an eager
     backward: what they share, a running norm or a random generator, meets them in that order.
     """
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return torch_private.parameter_hooked(parameter)
 
 
 class Signature(Guards):
@@ -196,7 +197,7 @@ class Signature(Guards):
             i = first_difference(baked, now)
             return f"{kept.paths[i]} {difference(baked[i], now[i])}"
 
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        parameters = [p for m in modules for p in torch_private.own_parameters(m).values() if p is not None]
 
         def several_hooked() -> bool:
             return sum(map(has_hooks, parameters)) > 1
@@ -217,8 +218,8 @@ class Signature(Guards):
     def _tensor_guards(self) -> list[Guard]:
         named: dict[str, Tensor] = {}
         for module, path in zip(self._modules, self._paths, strict=True):
-            for container in (module._parameters, module._buffers):
-                named |= {f"{path}.{name}": tensor for name, tensor in container.items() if tensor is not None}
+            held = torch_private.own_tensors(module)
+            named |= {f"{path}.{name}": tensor for name, tensor in held if tensor is not None}
         named |= self.reach.tensors
         names, tensors = list(named), list(named.values())
         shaped = [(name, tensor) for name, tensor in named.items() if tensor.ndim > 1]

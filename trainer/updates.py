@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from . import proof
+from . import proof, torch_private
 from .guards import Guard, Guards, first_difference, from_to, process_guards
 from .recording import Recorder, Tape
 
@@ -120,10 +120,10 @@ class Call:
 
     def load(self, grads: Tensors, momentums: Tensors, beta: float, nesterov: bool) -> None:
         """Set ``updates`` from a momentum that has moved: upstream's operations in upstream's order, in place."""
-        torch._foreach_copy_(self.updates, momentums)
+        torch_private.foreach_copy(self.updates, momentums)
         if nesterov:
-            torch._foreach_mul_(self.updates, beta)
-            torch._foreach_add_(self.updates, grads, alpha=1 - beta)
+            torch_private.foreach_mul(self.updates, beta)
+            torch_private.foreach_add(self.updates, grads, alpha=1 - beta)
 
     def orthogonalize(self) -> Tensors:
         """Run upstream's function over ``updates``, which keep their values; returns what a replay leaves again."""
@@ -131,8 +131,8 @@ class Call:
 
     def replay(self, grads: Tensors, momentums: Tensors, beta: float, nesterov: bool) -> Tensors:
         """Do what the function does, momentum moved in place; what is returned is valid until the next replay."""
-        torch._foreach_mul_(momentums, beta)
-        torch._foreach_add_(momentums, grads, alpha=1 - beta)
+        torch_private.foreach_mul(momentums, beta)
+        torch_private.foreach_add(momentums, grads, alpha=1 - beta)
         self.load(grads, momentums, beta, nesterov)
         self.tape.replay()
         return list(self.results)

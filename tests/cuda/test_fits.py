@@ -8,6 +8,7 @@ import weakref
 import pytest
 
 from arms import Arm, differences
+from helpers import pool_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +66,7 @@ def test_three_loops_leave_the_same_bytes(name: str, data: str, cuda_arms) -> No
     assert report["replayed"] == 11
     assert report["lent"] == {"validation": 2, "smaller batch": 3}
     assert report["memory_bytes"]["peak_reserved"] >= report["memory_bytes"]["peak_allocated"] > 0
+    assert eager["pools"] == replay["pools"] == 0
 
 
 @pytest.mark.parametrize("network", [False, True], ids=["orthogonalization", "both"])
@@ -93,6 +95,7 @@ def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
         if trainer.epoch == 1:
             seen["network"] = weakref.ref(trainer.network_step.recording)
             seen["orthogonalization"] = weakref.ref(trainer.orthogonalization.recording)
+            seen["pools"] = pool_bytes()
             raise ValueError("injected")
 
     args = {**BASE, "data": data, "amp": "bf16", "nbs": 4, "project": str(tmp_path)}
@@ -104,12 +107,13 @@ def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
     assert seen["network"]() is None and seen["orthogonalization"]() is None
     assert torch.is_autocast_cache_enabled() and gc.isenabled()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert seen["pools"] > 0 == pool_bytes()  # with the trainer alive
+    left = torch.cuda.memory_allocated()
     del trainer
-    gc.collect()
-    torch.cuda.empty_cache()
-    left = torch.cuda.memory_reserved()
     again = LightningDetectionTrainer(overrides=args)
     again.train()
     assert again.capture_report.recordings == 1 and again.capture_report.replayed == 11
     assert again.capture_report.orthogonalization.recordings == 1
-    assert torch.cuda.max_memory_reserved() > left
+    assert pool_bytes() == 0
+    del again
+    assert pool_bytes() == 0 and torch.cuda.memory_allocated() <= left  # one trainer's weights less, if nothing stayed

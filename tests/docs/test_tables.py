@@ -44,6 +44,9 @@ def returned_reasons(source: str, functions: str) -> list[str]:
 REASONS = (
     ("trainer/eligibility.py", "blocker", 11),
     ("trainer/upstream.py", "drift", 1),
+    ("trainer/fitting.py", "blocker", 1),
+    ("trainer/loop.py", "blocker", 1),
+    ("trainer/torch_private.py", "missing", 1),
     ("cfg/options.py", "blocker", 1),
     ("trainer/proof.py", "verdict|not_reproduced", 2),
     ("trainer/signature.py", "obstacle", 4),

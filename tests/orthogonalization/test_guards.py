@@ -11,6 +11,7 @@ import pytest
 
 from detgraph.trainer.guards import Guards
 from optimizer_steps import Fit, Twin
+from perturb_network import remove_guard
 from perturb_orthogonalization import PERTURBATIONS
 
 STEP, STEPS = 2, 5
@@ -28,13 +29,6 @@ def guards() -> list[str]:
 
 
 GUARDS = guards()
-
-
-def remove_guard(fit: Fit, name: str) -> None:
-    for signature in signatures(fit):
-        if name in signature.guards:
-            i = signature.guards.index(name)
-            del signature._checks[i]
 
 
 def change(fit: Fit) -> str | None:
@@ -64,7 +58,7 @@ def fit_with(name: str, capture: bool, guarded: bool = True) -> Fit:
 
     def perturb(fit: Fit) -> None:
         if not guarded:
-            remove_guard(fit, name)
+            remove_guard(signatures(fit), name)
         perturbation.event(fit)
 
     fit = started(name, capture)
@@ -91,7 +85,7 @@ def test_only_this_guard_sees_it(name):
         PERTURBATIONS[name].event(fit)
         found = change(fit)
         assert found is not None and found.startswith(name) and PERTURBATIONS[name].says in found
-        remove_guard(fit, name)
+        remove_guard(signatures(fit), name)
         assert change(fit) is None
 
 
@@ -102,7 +96,7 @@ SHOWN = [name for name in GUARDS if name in PERTURBATIONS and PERTURBATIONS[name
 def test_without_the_guard_the_fit_goes_wrong(name):
     unguarded = perturbed(name, guarded=False)
     assert unguarded.report.replayed >= STEP - 1 and unguarded.reasons == [] and unguarded.differences
-    raised = [any(step["error"] for step in fit.trace) for fit in (unguarded.stock, unguarded.replaying)]
+    raised = [any(step["error"] for step in fit.trace) for fit in (unguarded.eager, unguarded.replaying)]
     assert raised == [False, PERTURBATIONS[name].effect == "outcome"]
 
 

@@ -17,54 +17,28 @@ from detgraph.patches.replay_orthogonalization import installed, patch, replacin
 from detgraph.trainer.network import RECORDING
 from detgraph.trainer.orthogonalization import NOT_IN_PLACE, GraphedOrthogonalization, Step
 from detgraph.trainer.updates import Call, OrthogonalizationRecording
-from emulator import EmulatingRecorder
 from optimizer_steps import Fit, Twin, run, twin
+from recorders import FailingRecorder, LyingRecorder
 
 STOCK = muon.muon_update
 SECOND = "model.3.conv.weight"
 
 
-class LyingRecorder(EmulatingRecorder):
-    """Every replay of the second tape leaves one element of its last tensor off by a hundredth."""
-
-    def capture(self, work):
-        result, tape = super().capture(work)
-        if self.recorded == 2:
-            honest = tape.replay
-
-            def replay() -> None:
-                honest()
-                result[-1].view(-1)[:1].mul_(1.01)
-
-            tape.replay = replay
-        return result, tape
-
-
-class FailingRecorder(EmulatingRecorder):
-    """Raises inside its n-th capture, after the work has run."""
-
-    def __init__(self, error: BaseException, number: int) -> None:
-        super().__init__()
-        self.error, self.number = error, number
-
-    def capture(self, work):
-        def fail():
-            work()
-            raise type(self.error)(*self.error.args)
-
-        return super().capture(fail if self.recorded == self.number - 1 else work)
+def lying() -> LyingRecorder:
+    """Return a recorder whose second tape leaves one element of its last tensor off by a hundredth."""
+    return LyingRecorder(1, lambda updates: updates[-1], lie=lambda first: first.mul_(1.01))
 
 
 # Proof ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_recording_is_never_used(warned):
-    unchecked = twin(recorder=LyingRecorder, options={"self_check": False})
+    unchecked = twin(recorder=lying, options={"self_check": False})
     assert unchecked.differences and unchecked.report.replayed == 5 and not warned
 
-    pair = twin(recorder=LyingRecorder)
+    pair = twin(recorder=lying)
     pair.assert_same(replayed=0)
-    name = [name for name, p in pair.stock.model.named_parameters() if p is pair.stock.muon_groups[-1]["params"][-1]][0]
+    name = [name for name, p in pair.eager.model.named_parameters() if p is pair.eager.muon_groups[-1]["params"][-1]][0]
     assert f"self-check: update of {name} of the replay is off by" in pair.report.blocked
     assert pair.report.recordings == 0 and not pair.replaying.holder.recorded and len(warned) == 1
 
@@ -101,7 +75,7 @@ def test_a_function_that_does_not_reproduce_itself_is_kept_and_reported():
 
 
 def test_what_is_reproducible_beside_the_noise_is_still_proven():
-    fit = run(True, {0: noisy}, steps=3, recorder=LyingRecorder)
+    fit = run(True, {0: noisy}, steps=3, recorder=lying)
     assert fit.report.replayed == 0 and "self-check: update of model.9.one2one_cv2" in fit.report.blocked
 
 

@@ -79,7 +79,7 @@ def test_same_bytes_and_one_recording(name):
 
 def test_steps_that_the_scaler_skips_keep_the_recording():
     pair = twin({1: overflow, 4: overflow}, scale=1024.0)
-    assert [step["scale"] for step in pair.stock.trace] == [1024.0, 512.0, 512.0, 512.0, 256.0, 256.0]
+    assert [step["scale"] for step in pair.eager.trace] == [1024.0, 512.0, 512.0, 512.0, 256.0, 256.0]
     pair.assert_same(replayed=3)
     assert pair.report.eager == {RECORDING: 1, NOTHING_TO_DO: 2} and pair.reasons == []
 
@@ -220,7 +220,7 @@ def test_an_error_in_a_step_costs_that_step():
 
     pair = twin({0: fail, 3: fail}, accept=ValueError)
     pair.assert_same(replayed=3)
-    assert [step["error"] for step in pair.stock.trace] == ["ValueError", None, None, "ValueError", None, None]
+    assert [step["error"] for step in pair.eager.trace] == ["ValueError", None, None, "ValueError", None, None]
     assert pair.report.eager == {RECORDING: 1} and pair.report.recordings == 1
 
 

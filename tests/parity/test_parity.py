@@ -93,12 +93,13 @@ def test_same_bytes_as_upstream(case: Case, small_data, stock_arm, our_arm, emul
     report = emulated["report"]
     assert report["steps"] == len(stock["images"])
     assert report["blocked"] is None and report["unverifiable"] == []
-    assert report["replayed"] + sum(report["eager"].values()) == report["steps"]
     set_aside = sum(n for reason, n in report["eager"].items() if reason in SET_ASIDE)
     assert report["replayed"] >= 0.9 * (report["steps"] - set_aside)
     assert (report["replayed"] > 0) == case.replays
 
     steps = report["orthogonalization"]
+    # What the report calls replayed was: two tapes a batch, and one at least a step of the optimizer.
+    assert emulated["replays"] >= 2 * report["replayed"] + steps["replayed"] - _lost(stock)
     assert steps["steps"] == len(stock["gradients"])
     if args["optimizer"] == "MuSGD":
         assert steps["blocked"] is None and steps["unverifiable"] == [] and steps["retirements"] == []

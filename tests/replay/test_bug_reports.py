@@ -17,7 +17,7 @@ import protection_off as off
 from detgraph.trainer import network, recording
 from detgraph.trainer.network import OTHER_SHAPE, RECORDING
 from detgraph.trainer.recording import Recording
-from steps import SHAPE, Fit, make_batch, twin
+from steps import SHAPE, Fit, Wrapped, make_batch, twin
 
 PRECISIONS = pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["fp32", "bf16"])
 YOLO26 = {"model": "yolo26n.yaml", "optimizer": "MuSGD", "ema": True}
@@ -107,13 +107,8 @@ def test_a02_the_cache_flag_is_put_back(error, cache):
     assert found == cache and fit.network_step.recorded == (error is None)
 
 
-class Attention(nn.Module):
+class Attention(Wrapped):
     """A block that scales by a Python float before a matrix product, in full precision inside autocast."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
     def forward(self, x):
         x = self.inner(x)

@@ -18,6 +18,7 @@ from detgraph.cfg import CaptureOptionError
 from detgraph.trainer import LightningDetectionTrainer, digests
 from detgraph.trainer.network import OTHER_SHAPE, RECORDING
 from emulator import EmulatingRecorder
+from recorders import refusing
 from steps import TINY
 
 ARGS = {
@@ -155,15 +156,10 @@ def test_a_model_put_in_the_fits_place_is_the_one_that_trains(fit):
     assert [one["reason"] for one in replaying.report.retirements] == ["trainer.model was replaced"]
 
 
-class BrokenRecorder(EmulatingRecorder):
-    def capture(self, run):
-        raise RuntimeError("this device records nothing")
-
-
 CASES = {
     "good": ({}, 0, 5),
     "cpu": ({"recorder": None}, 1, 0),
-    "failing recorder": ({"recorder": BrokenRecorder}, 1, 0),
+    "failing recorder": ({"recorder": lambda: refusing(RuntimeError("this device records nothing"))}, 1, 0),
     "another size each step": ({"multi_scale": 0.5, "imgsz": 96}, 1, None),
 }
 REASONS = {
@@ -272,13 +268,12 @@ def test_a14_the_old_recording_is_gone_before_the_smaller_loader_is_built(fit, m
     assert fit(Watching, **OUT_OF_MEMORY).trainer.left
 
 
-class OutOfMemoryRecorder(EmulatingRecorder):
-    def capture(self, run):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def no_memory() -> EmulatingRecorder:
+    return refusing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 
 
 def test_a14_no_memory_for_the_recording_means_an_eager_fit_of_the_same_batch(fit):
-    eager, replaying = fit(capture=False, batch=4), fit(recorder=OutOfMemoryRecorder, batch=4)
+    eager, replaying = fit(capture=False, batch=4), fit(recorder=no_memory, batch=4)
     replaying.assert_same(eager)
     assert replaying.trainer.batch_size == 4 and len(replaying.warnings) == 1
     assert "out of memory" in replaying.report.blocked

@@ -12,17 +12,12 @@ import torch
 
 from detgraph.trainer import digests
 from detgraph.trainer.signature import Signature
-from perturb_network import PERTURBATIONS
+from perturb_network import PERTURBATIONS, remove_guard
 from steps import Fit, Twin, make_batch, make_model, run, twin
 
 GUARDS = Signature(make_model(), make_batch(0)["img"]).guards
 NAMES = list(dict.fromkeys([*GUARDS, *PERTURBATIONS]))
 STEP, STEPS = 2, 5
-
-
-def remove_guard(signature: Signature, name: str) -> None:
-    i = signature.guards.index(name)
-    del signature._checks[i]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +41,7 @@ def test_only_this_guard_sees_it(name):
             change = signature.change(fit.batch["img"])
             assert change is not None and perturbation.says in change
             assert change.startswith(name) or not name.startswith(("input", "cudnn"))
-            remove_guard(signature, name)
+            remove_guard([signature], name)
             assert signature.change(fit.batch["img"]) is None
 
 
@@ -58,7 +53,7 @@ def fit_with(name: str, capture: bool, guarded: bool = True) -> Fit:
     def perturb(fit: Fit) -> None:
         perturbation.event(fit)
         if not guarded:
-            remove_guard(fit.network_step.recording.signature, name)
+            remove_guard([fit.network_step.recording.signature], name)
 
     def look(fit: Fit) -> None:
         image = fit.memory.pop("image", None)

@@ -50,19 +50,31 @@ def test_what_nobody_named_is_found_and_moved(monkeypatch):
 
 
 def test_moving_keeps_identity_aliases_and_values():
-    class Plain(EmulatedMemory):
-        move_out = Memory.move_out
-
-    memory = Plain()
+    memory = EmulatedMemory()
     with memory.routed():
         base = torch.arange(6.0)
         view, address = base[2:], base.data_ptr()
-    other = torch.empty(1000)
+    assert len(memory.in_use()) == 1
     memory.move_out(base.untyped_storage())
+    assert base.data_ptr() != address and memory.in_use() == set()
+    memory.overwrite()
     assert base.tolist() == [0, 1, 2, 3, 4, 5]
     base[3] = 9.0
     assert view.tolist() == [2, 9, 4, 5] and view.data_ptr() == base.data_ptr() + 8
-    assert other.data_ptr() != base.data_ptr() and address
+
+
+def test_a_move_that_does_not_move_is_noticed(monkeypatch):
+    """Of the emulator: what stays where it was is still in use, is written over, and costs the recording."""
+    monkeypatch.setattr(Memory, "move_out", lambda self, storage: None)
+    memory = EmulatedMemory()
+    with memory.routed():
+        kept = torch.ones(3)
+    memory.move_out(kept.untyped_storage())
+    assert len(memory.in_use()) == 1
+    memory.overwrite()
+    assert kept.tolist() != [1, 1, 1]
+    pair = twin({2: validate, 5: validate}, steps=7, ema=True)
+    assert pair.reasons[0].startswith("validation left ")
 
 
 def test_what_cannot_be_found_costs_the_recording(monkeypatch):

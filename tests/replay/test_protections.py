@@ -10,8 +10,8 @@ import torch
 
 import protection_off as off
 from detgraph.trainer import digests, network
-from emulator import EmulatingRecorder
 from perturb_network import use_a_weight_twice
+from recorders import refusing
 from steps import Event, Fit, make_batch, twin
 
 
@@ -41,16 +41,8 @@ def same_bytes(events: dict[int, Event] | None = None, **settings):
     return check
 
 
-class RefusingRecorder(EmulatingRecorder):
-    """Fails before anything has run, so that the state is that before the observed step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fail_with = RuntimeError("no")
-
-
 def same_bytes_after_a_failure() -> list[str]:
-    pair = twin(recorder=RefusingRecorder)
+    pair = twin(recorder=lambda: refusing(RuntimeError("no")))
     assert pair.report.replayed == 0
     return pair.differences
 

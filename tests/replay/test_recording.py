@@ -15,39 +15,9 @@ from detgraph.trainer import digests
 from detgraph.trainer.network import RECORDING, GraphedNetworkStep
 from detgraph.trainer.recording import Recording
 from detgraph.trainer.state import NetworkState
-from emulator import EmulatedTape, EmulatingRecorder
-from steps import Fit, Wrapped, make_batch, twin, wrap
-
-
-class LyingRecorder(EmulatingRecorder):
-    """From its ``since``-th replay on, one tape of a recording leaves one tensor one unit in the last place off.
-
-    The self-check is the first replay of a recording. ``find`` picks the tensor from a tape's result.
-    """
-
-    def __init__(self, tape: int, find, since: int = 1) -> None:
-        super().__init__()
-        self.tape, self.find, self.since = tape, find, since
-
-    def capture(self, run):
-        result, tape = super().capture(run)
-        if (self.recorded - 1) % 2 == self.tape:
-            self._lie(tape, self.find(result))
-        return result, tape
-
-    def _lie(self, tape: EmulatedTape, victim: torch.Tensor) -> None:
-        honest, count = tape.replay, 0
-
-        def replay() -> None:
-            nonlocal count
-            honest()
-            count += 1
-            if count >= self.since:
-                with torch.no_grad():
-                    first = victim.detach().view(-1)[:1]
-                    first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
-
-        tape.replay = replay
+from emulator import EmulatingRecorder
+from recorders import FailingRecorder, LyingRecorder
+from steps import Fit, Wrapped, differences, make_batch, twin, wrap
 
 
 class Buffers:
@@ -96,9 +66,8 @@ def test_verify_notices_the_step_at_which_a_replay_goes_wrong(name, tape, find, 
     assert [r["step"] for r in pair.report.retirements] == [4] and name in pair.reasons[0]
     assert name in pair.report.blocked and pair.report.eager == {RECORDING: 1, pair.report.blocked: 3}
     assert len(warned) == 1
-    for trace in (pair.eager.trace, pair.replaying.trace):  # right up to there
-        assert len(trace.losses) == 7
-    assert pair.eager.trace.parameters[:3] == pair.replaying.trace.parameters[:3]
+    up_to_there = [fit.trace.before(3) for fit in (pair.eager, pair.replaying)]
+    assert differences(*up_to_there) == []
 
 
 def test_verify_says_it_once_when_no_recording_is_left(warned):
@@ -113,13 +82,8 @@ def test_verify_changes_nothing_in_a_sound_fit(accumulate):
     twin(options={"capture_network": "verify"}, accumulate=accumulate).assert_same(replayed=6)
 
 
-class Noisy(nn.Module):
+class Noisy(Wrapped):
     """Adds noise that no generator of the process accounts for."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.i, self.f, self.type, self.np = inner.i, inner.f, inner.type, inner.np
 
     def forward(self, x):
         return self.inner(x) + 1e-3 * torch.tensor(list(os.urandom(8))).view(1, 8, 1, 1)
@@ -148,25 +112,6 @@ def test_verify_does_not_blame_the_noise():
 
 
 # Failures ---------------------------------------------------------------------------------------------------------
-
-
-class FailingRecorder(EmulatingRecorder):
-    """Raises once, at the forward's capture (1) or after the backward has run inside its own (2)."""
-
-    def __init__(self, error: BaseException, capture: int) -> None:
-        super().__init__()
-        self.error, self.number, self.count = error, capture, 0
-
-    def capture(self, run):
-        self.count += 1
-        if self.count == self.number:
-
-            def run_and_fail(run=run):
-                run()
-                raise type(self.error)(*self.error.args)  # a fresh one: its traceback holds what it passed
-
-            return super().capture(run_and_fail)
-        return super().capture(run)
 
 
 ERRORS = [

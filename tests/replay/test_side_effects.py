@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import network, observed, reach
+from detgraph.trainer import network, observed, reach, torch_private
 from detgraph.trainer.state import NetworkState
 from perturb_network import attribute
 from steps import Fit, Wrapped, twin, wrap
@@ -203,6 +203,7 @@ def test_an_autocast_region_around_the_backward_pass_keeps_the_fit_eager():
 # What the signature reads ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch_private.fp32_precision is None, reason="this torch has one flag for all operations")
 def test_fp32_precision_may_be_set_by_operation():
     """Torch then refuses to tell the older flags; the change retires, and the fit goes on."""
     pair = twin({3: attribute(torch.backends.cuda.matmul, "fp32_precision", "tf32")})

@@ -58,6 +58,9 @@ def test_stages_cover_every_test_folder_and_the_accelerator():
     assert named == folders - {"tests/cuda"}
     *_, last = gate.stages(None, accelerator=True)
     assert last.name == "accelerator" and {"gpu", "tests/cuda", "tests/goldens"} <= set(last.command)
+    files = [file for file in (ROOT / "tests").glob("*/test_*.py") if file != Path(__file__)]
+    marked = [file.relative_to(ROOT) for file in files if "mark.gpu" in file.read_text()]
+    assert marked and all({str(file), str(file.parent)} & set(last.command) for file in marked)
 
 
 def test_make_help_lists_every_target():

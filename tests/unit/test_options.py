@@ -220,8 +220,8 @@ def test_only_training_knows_the_keys(mode, given):
         ("bf16", "2.9.0a0+git1234", False),
         ("bf16", "2.11.0+cu130", False),  # not older than 2.9, as text would have it
         ("bf16", "3.0.0", False),
-        ("fp16", "2.4.0", False),
-        ("fp16", "2.3.1", True),
+        ("fp16", "2.8.0", False),
+        ("fp16", "2.7.1", True),
         ("fp32", "2.11.0+cu130", False),
         ("fp32", "1.13.1", True),
     ],
