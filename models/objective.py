@@ -37,7 +37,7 @@ OBJECTIVES = ("E2ELoss", "v8DetectionLoss")
 MAY_BE_NONE = ("dfl_loss",)
 OF_EVERY_CLASS = ("__dict__", "__weakref__")
 TRUSTED = ("ultralytics", "torch", "numpy", "math")  # packages whose modules and classes the functions name
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks") and "ward_" in name)  # of a call
 IN_A_CONTEXT = torch.no_grad()(lambda: None).__code__  # what ``@torch.no_grad()`` puts around a function
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -9,8 +11,15 @@ from detgraph.cfg import CaptureOptions
 from detgraph.trainer.network import GraphedNetworkStep
 from detgraph.trainer.report import CaptureReport
 from emulator import EmulatingRecorder
+from steps import make_model
 
 SHAPE = (2, 1, 1, 2)
+
+
+@cache
+def _objective() -> object:
+    """Return an objective of upstream's, as a network step wants the model to have one; the probe's steps use none."""
+    return make_model().init_criterion()
 
 
 class Scale(nn.Module):
@@ -40,7 +49,7 @@ class Probe(nn.Module):
         return self.model(x)
 
     def init_criterion(self):
-        return None
+        return _objective()
 
 
 class ProbeFit:

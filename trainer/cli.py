@@ -259,11 +259,9 @@ def _add_to_upstream(command: str | None) -> None:
     elif command == "version":
         print(f"detgraph {version('detgraph')} on ultralytics {version('ultralytics')}")
     elif command == "copy-cfg":
-        from ultralytics.utils import DEFAULT_CFG_PATH
-
         # Switched off: the copy serves upstream alone and modes that do not train, too.
         ours = (line if line.startswith("#") else f"# {line}" for line in describe_options().splitlines())
-        with Path(DEFAULT_CFG_PATH.name.replace(".yaml", "_copy.yaml")).open("a", encoding="utf-8") as copy:
+        with Path("default_copy.yaml").open("a", encoding="utf-8") as copy:
             copy.write("\n" + "\n".join(ours) + "\n")
         print("Its last lines are keys of detgraph, for training only: take the '# ' away to use one.")
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ import torch_range
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer import guards, lightning_private, torch_private, upstream
 from detgraph.trainer.eligibility import network_step_for, orthogonalization_for
+from detgraph.trainer.holder import RecordingHolder
 from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
 from detgraph.trainer.orthogonalization import EagerOrthogonalization
 from detgraph.trainer.report import CaptureReport
@@ -182,10 +184,13 @@ def test_a_fit_without_a_needed_name_is_eager_and_says_so(path, without):
     assert not pair.differences and pair.report.eager == {blocker: 3}
 
 
-def test_without_the_rule_a_needed_name_ends_the_fit(without, monkeypatch):
+def test_without_the_rule_a_needed_name_is_an_error_that_costs_the_recording(without, monkeypatch):
     without(NEEDED[0])
     said = torch_private.missing()
     monkeypatch.setattr(steps, "split_blocker", lambda model: None)
+    pair = twin(steps=3)
+    assert not pair.differences and pair.report.blocked == f"recording failed: {said}"
+    monkeypatch.setattr(RecordingHolder, "attempting", lambda self, what="": nullcontext())
     with pytest.raises(torch_private.MissingName, match=re.escape(said)):
         twin(steps=3)
 
