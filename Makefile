@@ -25,7 +25,7 @@ $(STAMP): setup.cfg pyproject.toml
 install:  ## install this tree into the active environment (PYTHON), without the tools
 	$(PYTHON) -m pip install .
 
-demo: venv  ## draw the demo data set and train on it with capture_network=True: about two minutes without a GPU
+demo: venv  ## draw the demo data set and train on it with capture_network=True: a minute or two without a GPU
 	$(BIN)/python -m detgraph.cfg.demo $(RUNS)/demo-data
 	$(BIN)/yolo train model=yolo26n.yaml data=$(RUNS)/demo-data/data.yaml cfg=cfg/recipes/demo.yaml \
 		capture_network=True project=$(RUNS) name=demo

@@ -43,7 +43,7 @@ from sittings import (
 ARMS = ("upstream:upstream", "eager:ours:capture_network=False", "replay:ours:capture_network=True")
 COMMON = "model=yolo26n.yaml optimizer=MuSGD pretrained=False plots=False seed=0"
 WORDS = f"{COMMON} imgsz=640 batch=4 nbs=4 amp=bf16 epochs=6 workers=4 cache=ram"  # the records were made with them
-DEMO_WORDS = f"{COMMON} imgsz=160 batch=8 nbs=8 amp=bf16 epochs=4 workers=0"  # what a first look can wait for
+DEMO_WORDS = f"{COMMON} imgsz=160 batch=8 nbs=8 amp=bf16 epochs=2 workers=0"  # what a first look can wait for
 CPU_WORDS = f"{COMMON} imgsz=64 batch=16 nbs=16 amp=False epochs=2 workers=0"  # and without a GPU, which bf16 needs
 ROUNDS = {True: (5, 2), False: (2, 1)}  # counted and discarded; without a GPU there is nothing to claim
 INTERRUPTED = 130

@@ -17,9 +17,9 @@ import numpy as np
 import yaml
 
 NAMES = ("circle", "square", "triangle")
-SPLITS = {"train": 96, "val": 24}
-SIZE = 160  # pixels, width and height
-RADIUS = (11, 27)  # half the side of a shape's box, inclusive
+SPLITS = {"train": 192, "val": 24}
+SIZE = 96  # pixels, width and height
+RADIUS = (9, 21)  # half the side of a shape's box, inclusive
 GAP = 3  # free pixels between two boxes
 BACKGROUND = (16, 112)  # every channel of the background, before noise
 BRIGHT = (190, 255)  # one channel of each shape, so that it stands out from any background; the others are free
@@ -99,7 +99,7 @@ def _files(split: str, index: int) -> tuple[Path, Path]:
 def _description(seed: int) -> str:
     """Return the text of ``data.yaml``: without `path`, upstream resolves the splits from the file's own folder."""
     body = {**{split: f"images/{split}" for split in SPLITS}, "names": dict(enumerate(NAMES))}
-    return f"# detgraph demo data set, seed {seed}\n" + yaml.safe_dump(body, sort_keys=False)
+    return f"# detgraph demo data set, {SIZE} px, seed {seed}\n" + yaml.safe_dump(body, sort_keys=False)
 
 
 def _refuse_strangers(folder: Path, expected: set[Path]) -> None:

@@ -84,6 +84,7 @@ class Observer:
         self.losses: list[list[str]] = []
         self.gradients: list[str] = []
         self.images: list[str] = []
+        self.modules: set[str] | None = None  # that were imported when the clock of the fit had just started
         step, run, prepare = trainer.optimizer_step, trainer.run_callbacks, trainer.preprocess_batch
 
         def optimizer_step():
@@ -92,6 +93,8 @@ class Observer:
 
         def run_callbacks(event):
             self.events.append(event)
+            if event == "on_train_start":
+                self.modules = set(sys.modules)
             if event == "on_train_batch_end":
                 items = [trainer.loss, *trainer.loss_items.values()]
                 self.losses.append([float(item.detach()).hex() for item in items])
@@ -119,6 +122,8 @@ class Observer:
             "folder": str(trainer.save_dir),
             "files": sorted(str(p.relative_to(trainer.save_dir)) for p in trainer.save_dir.rglob("*") if p.is_file()),
         }
+        if self.modules is not None:
+            result["imported"] = sorted({name.partition(".")[0] for name in set(sys.modules) - self.modules})
         if trainer.optimizer is not None and trainer.ema is not None:
             result["digests"] = digests.fit_digests(trainer)
         if trainer.csv.exists():

@@ -1,8 +1,9 @@
 """Running a fit under Lightning without letting Lightning, or the environment, steer it.
 
 Upstream's trainer has set everything up by the time a fit starts: the device, the weights on it, the precision, the
-data. Lightning contributes its loop and nothing else. Lightning is imported here, when the first fit starts, because
-the import takes seconds.
+data. Lightning contributes its loop and nothing else. Lightning is imported here, by the first fit that our loop runs,
+because the import takes seconds: most of them for torchmetrics, which imports matplotlib, scipy and transformers where
+they are installed.
 """
 
 from __future__ import annotations

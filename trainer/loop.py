@@ -156,6 +156,10 @@ class LightningDetectionTrainer(DetectionTrainer):
             finally:
                 self._close_report()
         self._setup_train()
+        # Importing Lightning takes seconds, which `results.csv` and `time=` must not count: before the clock starts.
+        # `fitting` comes first, since it keeps the generators.
+        from . import fitting, module  # noqa: F401
+
         self._run_loop(self._begin())
         return None
 

@@ -20,7 +20,7 @@ FIT = {
     "imgsz": 64,
     "batch": 4,
     "epochs": 2,
-    "optimizer": "MuSGD",
+    "optimizer": "SGD",
     "seed": 0,
     "plots": False,
     "pretrained": False,

@@ -37,7 +37,7 @@ class Case:
 
 
 CASES = [
-    Case("musgd", {"batch": 4}),
+    Case("musgd", {"batch": 4, "optimizer": "MuSGD"}),
     Case("in_epoch", {"optimizer": "AdamW", "lr0": 0.001, "nbs": 8, "warmup_epochs": 2.0}, IN_EPOCH),
     Case("close_mosaic", {"close_mosaic": 3, "optimizer": "auto", "batch": 4, "epochs": 4}, data="seven"),
 ]

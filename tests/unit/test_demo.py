@@ -110,6 +110,15 @@ def test_lost_file_and_other_seed_are_drawn_again(drawn, tmp_path):
     assert digest(tmp_path) == digest(drawn.parent)
 
 
+def test_pictures_of_another_size_are_drawn_again(drawn, tmp_path, monkeypatch):
+    """Those of an earlier release, with the same names and the same seed."""
+    monkeypatch.setattr(demo, "SIZE", 2 * demo.SIZE)
+    demo.draw_demo(tmp_path)
+    monkeypatch.undo()
+    demo.draw_demo(tmp_path)
+    assert digest(tmp_path) == digest(drawn.parent)
+
+
 @pytest.mark.parametrize("name", ["data.yaml", "notes.txt", "images/train/mine.png"])
 def test_files_of_other_origin_are_refused_and_kept(tmp_path, name):
     mine = tmp_path / name
