@@ -29,7 +29,7 @@ COMMANDS = {
     "cfg": "detgraph.trainer.cli:show_cfg",
     "patches": "detgraph.trainer.cli:show_patches",
     "golden": "detgraph.trainer.golden:main",
-    "why": "detgraph.trainer.why:main",
+    "why": "detgraph.trainer.why_words:main",
 }
 
 HELP = """
