@@ -32,7 +32,7 @@ from detgraph.cfg import (
 COMMANDS = {
     "patches": "detgraph.trainer.cli:show_patches",
     "golden": "detgraph.trainer.golden:main",
-    "why": "detgraph.trainer.why:main",
+    "why": "detgraph.trainer.why_words:main",
 }
 
 HELP = """

@@ -308,10 +308,12 @@ def parse_detail(text: str) -> tuple[int, int]:
         ValueError: for any other text.
     """
     match = re.fullmatch(r"(\d*):(\d*)", text)
-    found = (int(match[1] or 0), int(match[2] or sys.maxsize)) if match else (1, 0)
-    if found[1] < found[0]:
+    if not match:
         raise ValueError(f"'{text}' is not FIRST:LAST")
-    return found
+    first, last = int(match[1] or 0), int(match[2] or sys.maxsize)
+    if last < first:
+        raise ValueError(f"'{text}' ends before it begins: give the smaller step first")
+    return first, last
 
 
 class Banned(importlib.abc.MetaPathFinder):

@@ -110,7 +110,7 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     Attributes:
         capture: the options in force.
-        capture_report: what the fit replayed and why not; None before the fit has started.
+        capture_report: what the fit replayed and why not (docs/report.md); None before the fit has started.
         recorder: an object with the recorder protocol to use instead of the device's own (tests).
 
     Raises:

@@ -20,6 +20,7 @@ from ultralytics.utils.torch_utils import unwrap_model
 from .eligibility import split_blocker
 from .fitting import LoopError, NoOptimizer, restore_signals, unwarned
 from .lending import tensor_attributes
+from .loggers import EpochScalars, log
 
 if TYPE_CHECKING:
     from .loop import EpochBatches, LightningDetectionTrainer, LoopState
@@ -71,6 +72,7 @@ class DetectionModule(pl.LightningModule):
         self.stopped_early = False
         self.timed_out = False
         self.signal_handlers: dict = {}
+        self.scalars = EpochScalars(upstream)
         self.anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -113,6 +115,7 @@ class DetectionModule(pl.LightningModule):
         del first
         t.tloss = None
         self.stopped_early = self.timed_out = False
+        self.scalars.begin()
 
     @guarded
     def on_train_batch_start(self, batch: dict, batch_idx: int) -> None:
@@ -205,6 +208,7 @@ class DetectionModule(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         t, state = self.upstream, self.state
         self.batches.finish(early=self.stopped_early)
+        scalars = self.scalars.end()
         if not self.stopped_early:
             t._oom_retries = 0
         criterion = unwrap_model(t.model).criterion
@@ -212,6 +216,7 @@ class DetectionModule(pl.LightningModule):
             criterion.update()
         t.lr = {f"lr/pg{i}": group["lr"] for i, group in enumerate(t.optimizer.param_groups)}
         t.run_callbacks("on_train_epoch_end")
+        log(t, scalars)
         t.ema.update_attr(t.model, include=["yaml", "nc", "args", "names", "stride", "class_weights"])
 
         final_epoch = state.epoch + 1 >= t.epochs

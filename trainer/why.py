@@ -1,12 +1,10 @@
 """`yolo why`: a short look at a fit before it is run: where a step's time goes, what bounds it, what replay brings.
 
-Nothing of this is imported, and no fit pays for it, unless the command is given.
+Nothing of this is imported, and no fit pays for it, unless the command is given. Its words are in `why_words`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import re
@@ -16,39 +14,31 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from ultralytics.cfg import MODES
+from ultralytics.cfg import MODES, TASKS
+from ultralytics.data.utils import IMG_FORMATS
 from ultralytics.models.yolo.detect import DetectionTrainer
-from ultralytics.utils import DEFAULT_CFG, LOGGER
+from ultralytics.utils import DEFAULT_CFG, DEFAULT_CFG_DICT, LOGGER
 from ultralytics.utils.torch_utils import parse_device
 
-from detgraph.cfg import COMMAND_LINE_KEYS, CaptureOptionError
-from detgraph.patches import PatchDriftError, route_train
+from detgraph.cfg import COMMAND_LINE_KEYS
+from detgraph.patches import route_train
 from detgraph.patches.registry import Patch
 
 from .cli import _run_upstream, merged_words, read_command_line
 from .eligibility import loop_blocker
 from .loop import BatchTooLarge, LightningDetectionTrainer
-from .output import tell, unwritable, write_whole
 from .report import environment
-from .why_report import Look, command
-from .why_show import draw, table
+from .why_report import Look, command, shortened
+from .why_words import FLAGS, LookError, one_line, plain, say
 
-ERROR_STATUS = 2
-FLAGS = ("json", "picture", "seconds")
-
-HELP = """Look at a fit for about a minute before it is run. It is set up as training would set it up, by the same
-arguments, and some of its steps are measured; nothing is validated or kept. Exit status: 0, or 2 if there is no such
-fit to look at."""
-
-
-class LookError(ValueError):
-    """There is nothing to look at: training would refuse the request as well, or not run it by our loop."""
+OF_A_PICTURE = re.compile(rf"((train|val): )?.+\.({'|'.join(IMG_FORMATS)}): ", re.IGNORECASE)
 
 
 class Looked(Exception):
@@ -65,6 +55,7 @@ class LookTrainer(LightningDetectionTrainer):
     Attributes:
         words: what the user asked for, to be told in messages.
         seconds: how long to look, about.
+        faults: what upstream says of pictures and labels that it leaves out or changes, a line each.
 
     Raises:
         LookError: from the constructor, for what upstream refuses there; from ``train``, for a fit that is not ours.
@@ -75,13 +66,21 @@ class LookTrainer(LightningDetectionTrainer):
     seconds = 60.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.faults: list[str] = []
         try:
             super().__init__(*args, **kwargs)
         except (SyntaxError, ValueError, TypeError, OSError, RuntimeError) as e:  # keys, values, device, data set
-            raise LookError(_told(e)) from e
+            raise LookError(one_line(e)) from e
 
     def run_callbacks(self, event: str) -> None:
         """Loggers and other integrations would open a run of their own."""
+
+    def build_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream does, and keep what it says of single pictures: left out, or changed."""
+        with overheard() as lines:
+            dataset = super().build_dataset(*args, **kwargs)
+        self.faults += [line for line in lines if OF_A_PICTURE.match(line)]
+        return dataset
 
     def train(self) -> None:
         if blocker := loop_blocker(self):
@@ -95,7 +94,9 @@ class LookTrainer(LightningDetectionTrainer):
         try:
             self._set_up()
             fit = self._describe()
-            arms = look(self, self.seconds, _tell)
+            for line in shortened(self.faults):
+                say(line)
+            arms = look(self, self.seconds, say)
         except BatchTooLarge:
             smaller = {"batch": max(self.batch_size // 2, 1)}
             raise LookError(
@@ -103,7 +104,7 @@ class LookTrainer(LightningDetectionTrainer):
                 f"Look at that: {command(self.words, smaller, 'why')}"
             ) from None
         except RuntimeError as e:  # such as amp=bf16 on a CPU
-            raise LookError(f"a step of this fit fails, as it would in training: {_told(e)}") from e
+            raise LookError(f"a step of this fit fails, as it would in training: {one_line(e)}") from e
         finally:
             self._leave_nothing(begun)
         raise Looked(Look(list(self.words), fit, environment(), arms))
@@ -112,7 +113,7 @@ class LookTrainer(LightningDetectionTrainer):
         try:
             self._setup_train()
         except (ValueError, TypeError, OSError, RuntimeError) as e:  # checked late: sizes, optimizer, pictures
-            raise LookError(_told(e)) from e
+            raise LookError(one_line(e)) from e
 
     def _describe(self) -> dict:
         """Return what was set up, where that is more than the words say."""
@@ -128,6 +129,7 @@ class LookTrainer(LightningDetectionTrainer):
             "optimizer": type(self.optimizer).__name__,
             "accumulate": self.accumulate,
             "images": len(loader.dataset),
+            "faults": self.faults,
             "steps": None if args.time else args.epochs * len(loader),  # patience may end the fit before
             "cache": args.cache,
             "workers": loader.num_workers,
@@ -146,28 +148,6 @@ class LookTrainer(LightningDetectionTrainer):
                 cache.unlink()
 
 
-def main(words: Sequence[str]) -> int:
-    """Run `yolo why WORDS` and return its exit status."""
-    flagged = [f"--{word}" if word.partition("=")[0] in FLAGS else word for word in words]
-    args, rest = _parser().parse_known_args(flagged)
-    try:
-        look = look_at(rest, args.seconds)
-    except (LookError, CaptureOptionError, PatchDriftError) as e:
-        print(f"yolo why: error: {e}", file=sys.stderr)
-        return ERROR_STATUS
-    content = json.dumps(look.to_dict(), indent=1)
-    tell(content if args.json == "-" else table(look))
-    try:
-        if args.json and args.json != "-":
-            write_whole(Path(args.json), f"{content}\n".encode())
-        if args.picture:
-            draw(look, args.picture)
-    except OSError as e:
-        print(f"yolo why: error: {_told(e)}", file=sys.stderr)
-        return ERROR_STATUS
-    return 0
-
-
 def look_at(words: Sequence[str], seconds: float) -> Look:
     """Set up the fit that `yolo train WORDS` would run, measure it for about ``seconds``, and leave nothing behind.
 
@@ -179,7 +159,7 @@ def look_at(words: Sequence[str], seconds: float) -> Look:
     try:
         merged = merged_words(words)
     except (SyntaxError, IndexError) as e:
-        raise LookError(f"upstream cannot read '{shlex.join(words)}': {_told(e)}") from e
+        raise LookError(f"upstream cannot read '{shlex.join(words)}': {one_line(e)}") from e
     kept = [word for word in merged if word.removeprefix("--").partition("=")[0].strip() not in COMMAND_LINE_KEYS]
     with ExitStack() as stack:
         stack.enter_context(quiet())
@@ -188,7 +168,7 @@ def look_at(words: Sequence[str], seconds: float) -> Look:
             raise LookError(f"'{shlex.join(words)}' does not train. Write yolo why model=... data=...")
         model, arguments = _handed_over(theirs)
         _refuse(model, arguments, kept)
-        _tell("setting the fit up as training would")
+        say("setting the fit up as training would")
         folder = stack.enter_context(TemporaryDirectory(prefix="detgraph-"))
         trainer = type("LookTrainer", (LookTrainer,), {"words": kept, "seconds": seconds})
         arguments = {**arguments, "save_dir": str(Path(folder) / "fit"), "plots": False, "verbose": False}
@@ -206,6 +186,13 @@ def _training_words(words: Sequence[str]) -> list[str]:
     modes = [word.removeprefix("mode=") for word in bare if word in MODES or word.startswith("mode=")]
     if other := [mode for mode in modes if mode != "train"]:
         raise LookError(f"mode '{other[0]}' does not train, and yolo why looks at training. Leave '{other[0]}' out.")
+    known = {*DEFAULT_CFG_DICT, *COMMAND_LINE_KEYS, *MODES, *TASKS}
+    for word in words:  # upstream would take an option for a misspelt key of its own
+        key = word.removeprefix("--").partition("=")[0].strip()
+        if word.startswith("--") and key not in known:
+            meant = get_close_matches(key, [*FLAGS, *known], 1, 0.8)
+            hint = f"Did you mean {meant[0]}?" if meant else "See yolo why --help."
+            raise LookError(f"there is no option '--{key}'. {hint}")
     if not words:
         raise LookError("there is no fit to look at. Write yolo why model=... data=...")
     return list(words) if modes else ["train", *words]
@@ -226,7 +213,7 @@ def _handed_over(words: list[str]) -> tuple[Any, dict]:
     try:
         _run_upstream(words, None)
     except (SyntaxError, ValueError, TypeError, OSError) as e:
-        raise LookError(_told(e)) from e
+        raise LookError(one_line(e)) from e
     finally:
         stop.revert()
     return handed[0]
@@ -246,7 +233,7 @@ def _refuse(model: Any, arguments: dict, words: Sequence[str]) -> None:
     try:
         model._check_is_pytorch_model()
     except TypeError as e:
-        raise LookError(_told(e)) from e
+        raise LookError(one_line(e)) from e
     devices = parse_device(arguments.get("device", "")).split(",")
     cpu = torch.device("cpu")  # which device it is can only be said once it is chosen; our trainer looks again
     request = SimpleNamespace(world_size=len(devices), device=cpu, args=SimpleNamespace(task=model.task))
@@ -267,14 +254,28 @@ def _refuse(model: Any, arguments: dict, words: Sequence[str]) -> None:
         )
 
 
+class Uncoloured:
+    """A text stream that passes on what is written to it without the codes that colour a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(plain(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep upstream's banner and progress bars silent; its warnings and errors go to stderr."""
     level, handlers = LOGGER.level, [h for h in LOGGER.handlers if type(h) is logging.StreamHandler]
-    streams = [handler.setStream(sys.stderr) for handler in handlers]
+    stderr = sys.stderr if sys.stderr.isatty() else Uncoloured(sys.stderr)
+    streams = [handler.setStream(stderr) for handler in handlers]
     LOGGER.setLevel(logging.WARNING)
     try:
-        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+        with redirect_stdout(stderr), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # two steps are one cycle
             yield
     finally:
@@ -284,48 +285,23 @@ def quiet() -> Iterator[None]:
                 handler.setStream(stream)
 
 
-def _tell(text: str) -> None:
-    print(f"yolo why: {text}", file=sys.stderr, flush=True)
-
-
-def _told(error: BaseException) -> str:
-    """Return an error of upstream's in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="yolo why",
-        usage="yolo why [--seconds N] [--json FILE] [--picture FILE] model=... data=... [key=value ...]",
-        description=HELP,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="time for the steps; default 60")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write everything here as JSON; - is stdout, alone")
-    parser.add_argument(
-        "--picture", type=_picture, metavar="FILE", help="draw phases and step times (.png, .pdf, .svg)"
-    )
-    return parser
-
-
-def _seconds(text: str) -> float:
+@contextmanager
+def overheard() -> Iterator[list[str]]:
+    """Collect the lines that upstream's logger tells at level INFO, and show none of them, nor a progress bar."""
+    lines: list[str] = []
+    ear = logging.Handler(logging.INFO)
+    ear.emit = lambda record: lines.extend(plain(record.getMessage()).splitlines())
+    ear.addFilter(lambda record: record.levelno == logging.INFO)
+    level, levels = LOGGER.level, [(handler, handler.level) for handler in LOGGER.handlers]
+    for handler, _ in levels:
+        handler.setLevel(max(handler.level, level))
+    LOGGER.addHandler(ear)
+    LOGGER.setLevel(logging.INFO)
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no time to look for: give seconds, more than 0")
-    return seconds
-
-
-def _file(text: str) -> str:
-    if text != "-" and (reason := unwritable(Path(text))):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot be written ({reason}): give a file in a folder that exists")
-    return text
-
-
-def _picture(text: str) -> Path:
-    path = Path(_file(text))
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no picture: let it end in .png, .pdf or .svg")
-    return path
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield lines
+    finally:
+        LOGGER.setLevel(level)
+        LOGGER.removeHandler(ear)
+        for handler, before in levels:
+            handler.setLevel(before)

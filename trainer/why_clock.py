@@ -19,11 +19,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 from ultralytics.optim import muon
 
 from .loop import LightningDetectionTrainer
 from .network import EagerNetworkStep
-from .why_report import EMA, FORWARD, LOOP, OPTIMIZER, ORTHOGONALIZATION, PREPROCESS, WHOLE
+from .why_report import DATA, EMA, FORWARD, LOOP, OPTIMIZER, ORTHOGONALIZATION, PREPROCESS, WHOLE
 
 DEVICE_EVENTS, LAUNCH_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 LABEL = "why:"
@@ -45,9 +46,15 @@ class Clock:
         self._label: record_function | None = None
         self.start_step()
 
+    @property
+    def now(self) -> str:
+        """The phase that the step is in."""
+        return self._stack[-1]
+
     def start_step(self) -> None:
-        """Start a step, with the device idle."""
+        """Start a step, with the device idle and no operation counted."""
         self.synchronize()
+        self.operations: Counter[str] = Counter()
         self._ms, self._host_ms = Counter(), Counter()
         self._last = time.perf_counter()
         self._relabel()
@@ -64,7 +71,7 @@ class Clock:
         issued = time.perf_counter()
         if self.synchronized:
             self.synchronize()
-        now, name = time.perf_counter(), self._stack[-1]
+        now, name = time.perf_counter(), self.now
         self._ms[name] += 1e3 * (now - self._last)
         self._host_ms[name] += 1e3 * (issued - self._last)
         self._last = now
@@ -73,7 +80,7 @@ class Clock:
         """End the label of the last phase in the trace, and begin that of the present one."""
         if self._label is not None:
             self._label.__exit__(None, None, None)
-        self._label = record_function(LABEL + self._stack[-1]).__enter__() if self.labelled else None
+        self._label = record_function(LABEL + self.now).__enter__() if self.labelled else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -96,6 +103,26 @@ class Clock:
                 return function(*args, **kwargs)
 
         return run
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is handed to compute, in the phase that the clock is in; backward passes on the CPU included.
+
+    On a GPU each is a launch or a few. What gives a GPU no work does not count: views, bare allocations, and what the
+    loader does on the host.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+        bare = any(word in func._schema.name for word in ("empty", "_unsafe_view"))
+        if not view and not bare and self.clock.now != DATA:
+            self.clock.operations[self.clock.now] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class TimedNetworkStep:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -26,8 +27,9 @@ from .module import DetectionModule, RecordingEnds, guarded
 from .network import EagerNetworkStep
 from .orthogonalization import EagerOrthogonalization
 from .report import CaptureReport
-from .why_clock import Clock, TimedNetworkStep, Times, device_work, watched
+from .why_clock import Clock, Operations, TimedNetworkStep, Times, device_work, watched
 from .why_report import BACKWARD, DATA, GIVEN_UP, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
+from .why_words import LookError, one_line
 
 # Name and our keys of each way to run the fit. The first is the fit as it is, and the one that is looked into.
 ARMS: tuple[tuple[str, dict], ...] = (
@@ -60,8 +62,13 @@ class EndlessBatches(EpochBatches):
         while True:
             with closing(super()._run()) as batches:
                 while True:
-                    with self.clock.phase(DATA):
-                        batch = next(batches, None)
+                    try:
+                        with self.clock.phase(DATA):
+                            batch = next(batches, None)
+                    except Exception as e:  # whatever a data set raises: a picture that cannot be read, a label
+                        raise LookError(
+                            f"a batch cannot be loaded, as in training: {one_line(e)}. Mend or remove what it names."
+                        ) from e
                     if batch is None:
                         break
                     yield batch
@@ -83,6 +90,7 @@ class Section:
     most: int = MOST_STEPS
     synchronized: bool = False
     profiler: profile | None = None
+    operations: Counter | None = None  # of all steps by phase, where they are to be counted
     ready: Callable[[int], bool] = lambda done: False
     steps: list[tuple[Times, Times]] = field(default_factory=list)
     started: float = 0.0
@@ -149,6 +157,8 @@ class LookModule(DetectionModule):
 
     def _end(self) -> None:
         section, clock = self.sections.pop(0), self.clock
+        if section.operations is not None:
+            section.operations.update(clock.operations)
         clock.synchronized = clock.labelled = False
         clock.start_step()
         if section.profiler is not None:
@@ -179,12 +189,13 @@ def look(trainer: LightningDetectionTrainer, seconds: float, tell: Callable[[str
             arm.blocked = "the device ran out of memory"
     # A profiler that has run may slow down what comes after it, so every arm is profiled in a fit of its own, at last.
     for arm, _, _ in arms:
-        if arm.ran and (sections := profile_plan(trainer)):
+        if arm.ran:
             tell(f"profiling {arm.name}")
             _, _, holders = _arm(trainer, arm.name, arm.capture)
+            sections = profile_plan(trainer)
             with suppress(BatchTooLarge):  # then what the device does is not known
                 _run(trainer, state, holders, sections)
-                arm.phases = with_device_work(arm.phases, sections["profile"], state.accumulate)
+                arm.phases = with_work(arm.phases, sections["profile"], state.accumulate)
     return [arm for arm, _, _ in arms]
 
 
@@ -216,7 +227,9 @@ def _run(trainer: LightningDetectionTrainer, state: LoopState, holders: Holders,
     state.last_opt_step = -1
     report.start(trainer.device)
     patched = report.options.capture_orthogonalization  # the function is ours then, and no wrapper may come before it
-    with watched(trainer, clock, orthogonalization=not patched), orthogonalization.in_force():
+    counts = any(section.operations is not None for section in sections.values())
+    counting = Operations(clock) if counts else nullcontext()
+    with watched(trainer, clock, orthogonalization=not patched), orthogonalization.in_force(), counting:
         module = LookModule(trainer, state, clock, list(sections.values()))
         try:
             fit(module, module.batches, trainer.device, [RecordingEnds(trainer)])
@@ -277,10 +290,10 @@ def plan(
     return sections
 
 
-def profile_plan(trainer: LightningDetectionTrainer) -> dict[str, Section] | None:
-    """Return the sections that tell what the device does in a step, or None where the host does it."""
+def profile_plan(trainer: LightningDetectionTrainer) -> dict[str, Section]:
+    """Return the sections that tell what the device does in a step; on a CPU, what torch is handed there."""
     if trainer.device.type != "cuda":
-        return None
+        return {"profile": Section(0, operations=Counter(), most=PROFILED_STEPS, least=PROFILED_STEPS)}
     os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # recordings outlive no teardown
     profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     return {
@@ -304,15 +317,20 @@ def phases(steps: Section, phased: Section) -> list[Phase]:
     return found
 
 
-def with_device_work(measured: list[Phase], profiled: Section, accumulate: int) -> list[Phase]:
-    """Return the phases with what the device did in profiled steps; these update the weights every time."""
-    work, by_name = device_work(profiled.profiler), {phase.name: phase for phase in measured}
+def with_work(measured: list[Phase], profiled: Section, accumulate: int) -> list[Phase]:
+    """Return the phases with what profiled steps had the device do; these update the weights every time."""
+    if profiled.operations is not None:
+        work = {name: {"operations": count} for name, count in profiled.operations.items()}
+        nothing = {"operations": 0}
+    else:
+        done = device_work(profiled.profiler)
+        work = {name: {"launches": launches, "gpu_ms": ms} for name, (launches, ms) in done.items()}
+        nothing = {"launches": 0, "gpu_ms": 0.0}
+    by_name = {phase.name: phase for phase in measured}
     found = []
     for name in PHASES:
-        launches, gpu_ms = (
-            round(all_steps / len(profiled.steps) / (accumulate if name in UPDATE_PHASES else 1), DIGITS)
-            for all_steps in work.get(name, (0, 0.0))
-        )
-        if name in by_name or launches:
-            found.append(replace(by_name.get(name, Phase(name, 0.0, 0.0)), gpu_ms=gpu_ms, launches=launches))
+        steps = len(profiled.steps) * (accumulate if name in UPDATE_PHASES else 1)
+        a_step = {key: round(total / steps, DIGITS) for key, total in work.get(name, nothing).items()}
+        if name in by_name or name in work:
+            found.append(replace(by_name.get(name, Phase(name, 0.0, 0.0)), **a_step))
     return found

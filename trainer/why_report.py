@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-SCHEMA = 1
+from .why_words import SCHEMA
+
 GIVEN_UP = "the rest trained eagerly"  # how the note of an arm begins that lost its recording for good
 
 # Phases of a step in the order they happen. All are disjoint, so they add up to the step; ORTHOGONALIZATION is the part
@@ -29,6 +30,7 @@ HOST_BOUND = 0.5
 DATA_BOUND = 0.2
 # Two looks at one fit differ by a few per cent on a machine that does other things as well.
 WORTHWHILE = 0.05
+MOST_FAULTS = 5  # in the data that are told one by one; all of them are in the JSON file
 # A GPU cannot work longer than a step takes. The profiled steps are others than the timed ones: a little is no sign.
 SHARED = 1.1
 
@@ -38,8 +40,8 @@ class Phase:
     """One part of a step, in milliseconds a step, without the parts that are phases of their own.
 
     ``ms`` runs until the device had finished, ``host_ms`` until the host had issued the work (the same on a CPU).
-    ``gpu_ms`` is what the GPU worked, and ``launches`` counts kernels, copies, fills and graphs; None if not
-    measured.
+    ``gpu_ms`` is what the GPU worked, and ``launches`` counts kernels, copies, fills and graphs; None without a GPU.
+    ``operations`` counts what torch was handed to compute; None with a GPU, where it is not measured.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Phase:
     host_ms: float
     gpu_ms: float | None = None
     launches: float | None = None
+    operations: float | None = None
 
 
 @dataclass
@@ -210,6 +213,8 @@ def advise(look: Look) -> Advice:
         sentences.append(f"Try {' '.join(f'{k}={v}' for k, v in changes.items())} and look again.")
     elif bound == "data":
         sentences.append("Lighter augmentation, smaller files or a faster disk would shorten the wait.")
+    if look.busy_ms is None:
+        sentences.append(_without_gpu(eager))
     sentences += [_arm_sentence(look, arm) for arm in look.arms[1:]]
     best = best_arm(look)
     faster = [arm.name for arm in lasting(look) if arm.step_ms < best.step_ms]
@@ -247,6 +252,12 @@ def command(words: Sequence[str], changes: Mapping, of: str = "train") -> str:
     return shlex.join(["yolo", of, *kept, *(f"{key}={value}" for key, value in changes.items() if value is not None)])
 
 
+def shortened(faults: Sequence[str]) -> list[str]:
+    """Return what is told of faults in the data: the first ones, and how many more there are."""
+    more = len(faults) - MOST_FAULTS
+    return [*faults[:MOST_FAULTS], *([f"and {more:,} more faults in pictures or labels"] if more > 0 else [])]
+
+
 def _off(look: Look) -> dict:
     """Return our keys of every arm, switched off where the user's words or files ask for them, else left out."""
     keys = {key for arm in look.arms for key in arm.capture}
@@ -266,6 +277,19 @@ def _bound_sentence(look: Look, bound: str) -> str:
         "host": f"Host-bound: {works} and waits for the host, which makes {look.launches:,.0f} launches a step.",
         "mixed": f"Mixed: {works}, and {wait}.",
     }[bound]
+
+
+def _without_gpu(eager: Arm) -> str:
+    """Return what a look without a GPU says of one."""
+    text = "This is no verdict on a GPU: whether it would wait for the host shows only in a look on that GPU."
+    counts = {phase.name: phase.operations for phase in eager.phases if phase.operations is not None}
+    told = [f"{counts[name]:,.0f} in {name}" for name in (FORWARD, WHOLE, OBJECTIVE, BACKWARD) if name in counts]
+    if told:  # not the optimizer's, which on a GPU takes all weights at once
+        text += (
+            f" A step issues operations, each a launch or a few there: {', '.join(told)}. Replay issues those of the "
+            "network with two calls."
+        )
+    return text
 
 
 def _arm_sentence(look: Look, arm: Arm) -> str:

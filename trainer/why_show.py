@@ -28,7 +28,7 @@ def _sum(name: str, phases: list[Phase]) -> Phase:
         values = [getattr(phase, field) for phase in phases]
         return None if None in values else sum(values)
 
-    return Phase(name, *(total(field) for field in ("ms", "host_ms", "gpu_ms", "launches")))
+    return Phase(name, *(total(field) for field in ("ms", "host_ms", "gpu_ms", "launches", "operations")))
 
 
 def _fit_line(look: Look) -> str:
@@ -36,23 +36,31 @@ def _fit_line(look: Look) -> str:
     where = look.environment["gpu"] if fit["device"] != "cpu" else "CPU"
     lines = [
         f"{fit['model']} on {where}: batch {fit['batch']}, {fit['imgsz']} px, {fit['precision']}, {fit['optimizer']}",
-        f"{fit['images']} images, cache={fit['cache']}, {fit['workers']} loader workers, {fit['cores']} cores, "
-        f"weights updated every {fit['accumulate']} steps",
+        f"{fit['images']} images, {_faults(fit)}cache={fit['cache']}, {fit['workers']} loader workers, "
+        f"{fit['cores']} cores, weights updated every {fit['accumulate']} steps",
     ]
     return "\n".join(lines).replace("every 1 steps", "every step")
+
+
+def _faults(fit: dict) -> str:
+    count = len(fit.get("faults", ()))  # absent in older files
+    return f"{count} fault{'s' * (count > 1)} in pictures or labels, " if count else ""
 
 
 def _phase_table(look: Look) -> str:
     phases = look.eager.phases
     whole = _sum("sum", phases)
-    device = whole.gpu_ms is not None
+    device, counted = whole.gpu_ms is not None, whole.operations is not None
     head = f"{'phase of a step':<22}{'ms':>9}{'share':>7}"
-    lines = [head + (f"{'host ms':>10}{'GPU ms':>9}{'launches':>10}" if device else "")]
+    more = f"{'host ms':>10}{'GPU ms':>9}{'launches':>10}" if device else f"{'operations':>12}" if counted else ""
+    lines = [head + more]
     for phase in [*rows(phases), whole]:
         share = phase.ms / whole.ms
         line = f"{NAMES.get(phase.name, phase.name):<22}{phase.ms:>9.2f}{share:>7.0%}"
         if device:
             line += f"{phase.host_ms:>10.2f}{phase.gpu_ms:>9.2f}{phase.launches:>10,.0f}"
+        elif counted:
+            line += f"{phase.operations:>12,.0f}"
         bar = "" if phase is whole else "  " + round(BAR * share) * ("-" if phase.name == ORTHOGONALIZATION else "#")
         lines.append((line + bar).rstrip())
     return "\n".join(lines)

@@ -1,16 +1,19 @@
 """`yolo why` with real fits on a CPU: through the command line, with a replay, and what it leaves behind."""
 
 import json
+import struct
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
+from ultralytics.data import YOLODataset
 from ultralytics.engine.model import Model
 from ultralytics.optim import muon
 from ultralytics.utils import LOGGER
 
-from detgraph.trainer import LightningDetectionTrainer, why, why_clock, why_measure
+from detgraph.trainer import LightningDetectionTrainer, why, why_clock, why_measure, why_words
 from detgraph.trainer.cli import main
 from detgraph.trainer.why_report import PHASES, Look
 from emulator import EmulatingRecorder
@@ -75,6 +78,9 @@ def test_as_a_process(data, left):
     assert {"data wait", "preprocess", "forward", "objective", "backward", "optimizer", "ema", "loop"} == set(names)
     assert names == [name for name in PHASES if name in names]
     assert sum(phase.ms for phase in eager.phases) == pytest.approx(eager.step_ms, rel=0.5)
+    counts = {phase.name: phase.operations for phase in eager.phases}
+    assert min(counts[name] for name in ("forward", "objective", "backward", "optimizer")) > 100
+    assert counts["data wait"] == 0 and {phase.launches for phase in eager.phases} == {None}
     assert not replay.ran and "needs a CUDA device" in replay.blocked and not both.ran
     assert found["gpu"] is None and found["verdict"]["bound"] in ("cpu", "data")
     assert found["verdict"]["command"].endswith("capture_network=False")  # asked for, and impossible here
@@ -94,7 +100,8 @@ def test_replay_is_measured_and_everything_given_back(data, left, monkeypatch, c
     main(["why", *FIT, data, "optimizer=MuSGD", "seconds=1", "json=x.json", "--picture", "x.png"])
     assert left() == {"here/x.json", "here/x.png"}
     assert (Model.train, muon.muon_update, LOGGER.level) == (train, update, level)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-2:] == ["yolo why: wrote x.json", "yolo why: wrote x.png"]
     assert "  orthogonalization" in out and "launches" in out and "To train: yolo train" in out
     with open("x.json") as file:
         look = Look.from_dict(json.load(file))
@@ -119,7 +126,7 @@ def test_out_of_memory_is_told_and_leaves_nothing(data, left, monkeypatch, capsy
         monkeypatch.setattr(why.LookTrainer, "_leave_nothing", lambda trainer, begun: None)
     monkeypatch.setattr(why.LookTrainer, "preprocess_batch", run_out_of_memory)
     left()
-    assert why.main([*FIT, data]) == 2
+    assert why_words.main([*FIT, data]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     smaller = [word.replace("batch=2", "batch=1") for word in FIT]
     assert said.startswith("yolo why: error: batch=2 does not fit") and said.endswith(
@@ -128,11 +135,61 @@ def test_out_of_memory_is_told_and_leaves_nothing(data, left, monkeypatch, capsy
     assert left() == (set() if protected else {"data/labels/train.cache", "data/labels/val.cache"})
 
 
+def spoil(path, checked):
+    """Make a picture that upstream's check finds, or one that passes it (`checked`) and cannot be decoded."""
+    content = path.read_bytes()
+    if not checked:
+        path.write_bytes(content[: len(content) // 2])
+        return
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    path.write_bytes(content[: content.index(b"IDAT") - 4] + chunk(b"IDAT", bytes(500)) + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_faults_in_the_data_are_told(data, tmp_path, capsys, cached):
+    """Which pictures and labels upstream leaves out, and why; also where it has them from a cache."""
+    pictures, labels = (tmp_path / "data" / kind / "train" for kind in ("images", "labels"))
+    spoil(pictures / "0001.png", checked=False)
+    (labels / "0002.txt").write_text("7 0.5 0.5 0.1 0.1\n")
+    if cached:
+        YOLODataset(str(pictures), data={"names": {0: "a", 1: "b"}, "channels": 3}, imgsz=64)
+    level, handlers = LOGGER.level, [(handler, handler.level) for handler in LOGGER.handlers]
+    assert why_words.main([*FIT, data, "optimizer=SGD", "seconds=1", "json=x.json"]) == 0
+    assert (level, handlers) == (LOGGER.level, [(handler, handler.level) for handler in LOGGER.handlers])
+    out, err = capsys.readouterr()
+    with open("x.json") as file:
+        first, second = json.load(file)["fit"]["faults"]
+    assert f"{pictures / '0001.png'}: ignoring corrupt" in first and "Label class 7" in second
+    assert f"yolo why: {first}\nyolo why: {second}\n" in err and "3 images, 2 faults in pictures or labels" in out
+    assert (labels.parent / "train.cache").exists() == cached
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_picture_that_cannot_be_read_is_told(data, tmp_path, capsys, workers):
+    spoil(tmp_path / "data" / "images" / "train" / "0003.png", checked=True)
+    assert why_words.main([*FIT, data, "optimizer=SGD", "seconds=1", f"workers={workers}"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("yolo why: error: a batch cannot be loaded, as in training: ") and "0003.png." in said
+
+
+def test_no_colours_where_nobody_sees_them(data):
+    """Neither upstream's own, in its warnings and errors, nor any of ours."""
+    for words in ([*FIT, data, "optimizer=SGD", "seconds=1", "close_mosaic=1", "box='x'"], ["modle=x"]):
+        command = [sys.executable, "-m", "detgraph.trainer", "why", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "\x1b" not in done.stdout + done.stderr and "yolo why: error: " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         ([], ("no fit to look at",)),
         (["modle=x"], ("'modle'", "model")),
+        (["--detail", "5:2", "model=yolo26n.yaml"], ("no option '--detail'", "yolo why --help")),
+        (["--secnods=5", "model=yolo26n.yaml"], ("no option '--secnods'", "Did you mean seconds?")),
         (["capture_netwrok=True"], ("Did you mean capture_network",)),
         (["val", "model=yolo26n.pt"], ("mode 'val'", "Leave 'val' out")),
         (["mode=export"], ("mode 'export'",)),

@@ -128,6 +128,16 @@ def test_report_fields_are_documented():
     assert f"schema version {SCHEMA}" in text
 
 
+def test_attributes_of_the_report_are_documented():
+    text = read("docs/report.md").partition("## From Python")[2]
+    public = {name for name in dir(CaptureReport(CaptureOptions())) if not name.startswith("_")}
+    taken = {"start", "stop", "block", "retire"}  # the loop's
+    names = [f"`{name}()`" if name in ("share", "line", "summary", "to_dict") else name for name in public - taken]
+    assert len(names) > 15 and not missing(names, text)
+    scalars = re.findall(r"`(`train/\w+`)`", read("trainer/loggers.py"))
+    assert len(scalars) > 2 and not missing(scalars, text)
+
+
 def test_options_and_commands_are_documented():
     text = read("docs/command-line.md")
     assert not missing((f"`{field.name}`" for field in fields(CaptureOptions)), text)

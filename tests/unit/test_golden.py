@@ -255,6 +255,9 @@ def test_errors_have_status_2(runs, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         golden.main(["record", "--detail", "a:b", "model=yolo26n.yaml"])
     assert "'a:b' is not FIRST:LAST, as in 0:100" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        golden.main(["record", "--detail", "5:2", "model=yolo26n.yaml"])
+    assert "'5:2' ends before it begins: give the smaller step first, as in 0:100" in capsys.readouterr().err
     assert golden.main(["compare", str(file), str(file), "model=yolo26n.yaml"]) == 2
     assert golden.main(["record", "val", "model=yolo26n.yaml"]) == 2
     assert golden.main(["record"]) == 2

@@ -2,14 +2,16 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import why, why_report
+from detgraph.trainer import why_report, why_words
 from detgraph.trainer.report import CaptureReport
 from detgraph.trainer.why_measure import recordings
-from detgraph.trainer.why_report import Arm, Look, Phase, advise, bound_by, command
+from detgraph.trainer.why_report import MOST_FAULTS, Arm, Look, Phase, advise, bound_by, command, shortened
 from detgraph.trainer.why_show import draw, table
 from helpers import ROOT
 
@@ -24,6 +26,7 @@ FIT = {
     "optimizer": "MuSGD",
     "accumulate": 16,
     "images": 8,
+    "faults": [],
     "cache": False,
     "workers": 8,
     "workers_asked": 8,
@@ -96,6 +99,18 @@ def test_a_gpu_that_something_else_uses_is_told():
     assert said in advise(look(arm(busy=154.0))).sentences[1]
     assert said in advise(look(arm(busy=95.0), replay(90.0, busy=120.0))).sentences[1]
     assert said not in " ".join(advise(look(arm(busy=105.0), replay(98.0, busy=99.0))).sentences)
+
+
+def test_without_a_gpu_it_says_what_it_can(capsys):
+    """What torch is handed in a step, which is the host's work on a GPU as well; and that this is no verdict."""
+    counted = arm()
+    counted.phases = [Phase(name, 10.0, 10.0, operations=1234.5) for name in ("forward", "backward", "optimizer")]
+    said = advise(look(counted, device="cpu")).sentences[1]
+    assert "no verdict on a GPU" in said and "1,234 in forward, 1,234 in backward. Replay" in said
+    text = table(look(counted, device="cpu"))
+    assert re.search(r"^forward +10.00 +33% +1,234 ", text, re.M) and re.search(r"^sum .* 3,704$", text, re.M)
+    assert "no verdict" in advise(look(arm())).sentences[1] and "operations" not in table(look(arm()))
+    assert "no verdict" not in " ".join(advise(look(arm(busy=20.0))).sentences)
 
 
 # The advice -----------------------------------------------------------------------------------------------------------
@@ -229,6 +244,15 @@ def test_table_of_a_cpu_has_no_device_columns():
     assert "GPU ms" not in text and "reserved" not in text
 
 
+def test_faults_in_the_data_are_counted_and_the_first_are_told():
+    assert "8 images, cache" in table(look(arm()))
+    assert "8 images, 1 fault in pictures or labels, cache" in table(look(arm(), faults=["a"]))
+    assert "8 images, 2 faults in pictures or labels, cache" in table(look(arm(), faults=["a", "b"]))
+    many = [str(number) for number in range(MOST_FAULTS + 2)]
+    assert shortened(many[:-2]) == many[:-2]
+    assert shortened(many) == [*many[:-2], "and 2 more faults in pictures or labels"]
+
+
 def test_the_row_of_the_optimizer_includes_its_orthogonalization():
     lines = table(inside_optimizer(look(arm()))).splitlines()
     (optimizer,) = [line for line in lines if line.startswith("optimizer")]
@@ -268,9 +292,38 @@ def test_picture(tmp_path):
 def test_files_and_seconds_are_checked_first(capsys, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as end:
-        why.main([*words.split(), "model=yolo26n.yaml"])
-    assert end.value.code == 2 and said in capsys.readouterr().err
+    assert why_words.main([*words.split(), "model=yolo26n.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("yolo why: error: ") and said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("as_json", ["--json -", "--json=-", "json=-"])
+@pytest.mark.parametrize("words", ["seconds=0", "model=yolo26n.yaml data=missing.yaml"])
+def test_an_error_is_json_where_that_was_asked_for(capsys, words, as_json):
+    assert why_words.main([*words.split(), *as_json.split()]) == 2
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found.keys() == {"schema", "error"} and found["schema"] == why_report.SCHEMA
+    assert err.splitlines()[-1] == f"yolo why: error: {found['error']}"
+
+
+def test_an_error_of_a_loaders_worker_is_told_by_its_last_line():
+    text = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nKeyError: 3\n"
+    assert why_words.one_line(RuntimeError(text)) == "KeyError: 3"
+    assert why_words.one_line(ValueError("\x1b[31m\x1b[1mred\x1b[0m\n and plain")) == "red and plain"
+    assert why_words.one_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("command", ["why", "golden"])
+def test_help_is_there_at_once(command):
+    """Without torch and upstream, whose import takes seconds."""
+    code = (
+        "import sys; from detgraph.trainer.cli import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "finally: print(sorted({'torch', 'ultralytics', 'numpy', 'lightning'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and f"usage: yolo {command}" in done.stdout and done.stderr == "[]\n"
 
 
 def test_fields_and_limits_are_documented():

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from detgraph.trainer import why_clock
-from detgraph.trainer.why_clock import Clock, work_by_phase
+from detgraph.trainer.why_clock import Clock, Operations, work_by_phase
 from detgraph.trainer.why_measure import Section
 
 
@@ -135,3 +135,22 @@ def test_phases_are_in_a_real_trace(monkeypatch):
         torch.zeros(3).neg()
     work = why_clock.device_work(profiled)
     assert set(work) == {"forward", "ema"} and min(launches for launches, _ in work.values()) > 0
+
+
+def test_operations_are_what_gives_a_device_work():
+    """Also in the backward pass. Views, bare allocations and the loader's own do not count, nor does what is later."""
+    clock = Clock(lambda: None)
+    x = torch.ones(3, 4, requires_grad=True)
+    with Operations(clock):
+        with clock.phase("data wait"):
+            torch.ones(3).neg()
+        with clock.phase("forward"):
+            y = x.t()[1:].contiguous().exp().sum()  # a copy, exp, sum
+            torch.empty(3)
+        with clock.phase("backward"):
+            y.backward()
+        counts = dict(clock.operations)
+        clock.start_step()
+    torch.ones(3).neg()
+    assert counts["forward"] == 3 and counts["backward"] >= 3 and counts.keys() == {"forward", "backward"}
+    assert not clock.operations
