@@ -37,7 +37,7 @@ COMMANDS = {
 
 HELP = """
     detgraph adds to the training of detectors (yolo cfg shows values and defaults):
-        yolo train model=yolo26n.yaml data=coco8.yaml batch=4 amp=bf16 capture_network=True
+        yolo train model=yolo26n.yaml data=coco8.yaml batch=4 capture_network=True
 
     and the commands:
         yolo why model=... data=...             where the time of such a fit goes, and what replay would bring
