@@ -22,9 +22,9 @@ import torch
 from cuda_parity import Bench, Case, Result, recorder, synchronize
 
 from detgraph.trainer.capture.gradients import ReusedGradients
+from detgraph.trainer.capture.reasons import OTHER_SHAPE
 from detgraph.trainer.capture.signature import Signature
 from detgraph.trainer.capture.state import NetworkState
-from detgraph.trainer.parts.network import OTHER_SHAPE
 
 CUDA = torch.cuda.is_available()
 HALF = "bf16" if CUDA else "fp32"  # upstream has no BF16 on a CPU, where this script is only tried
@@ -314,7 +314,7 @@ def a14(benches: Benches) -> str:
     bench, seen = benches(BF16), {}
 
     def look(t) -> None:
-        seen["recording"] = weakref.ref(t.network_step.recording)
+        seen["recording"] = weakref.ref(t.step.network.recording)
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()

@@ -24,14 +24,13 @@ import torch
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.capture.reasons import NOTHING_TO_DO
 from detgraph.trainer.capture.recorders import CudaRecorder
 from detgraph.trainer.capture.report import CaptureReport, environment
-from detgraph.trainer.fit.eligibility import nominal_shape
+from detgraph.trainer.fit.assemble import assemble
+from detgraph.trainer.fit.epoch import EpochBatches, LoopState
 from detgraph.trainer.fit.loop import DetectionModule
-from detgraph.trainer.fit.trainer import EpochBatches, LoopState
 from detgraph.trainer.golden import digests as d
-from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
-from detgraph.trainer.parts.orthogonalization import NOTHING_TO_DO, EagerOrthogonalization, GraphedOrthogonalization
 
 CUDA = torch.cuda.is_available()
 AMP = {"fp32": False, "fp16": "fp16", "bf16": "bf16"}
@@ -90,6 +89,7 @@ class Bench:
         }
         self.case, self.steps = case, steps
         self.trainer = t = LightningDetectionTrainer(overrides=overrides)
+        t.recorder = None if CUDA else recorder(t.device)
         t._setup_train()
         epochs = itertools.repeat(t.train_loader)
         self.batches = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
@@ -123,21 +123,13 @@ class Bench:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        options = CaptureOptions(**{"capture_network": True, **options})
-        report = t.capture_report = CaptureReport(options)
-        if replay:
-            t.network_step = GraphedNetworkStep(t.model, recorder(t.device), nominal_shape(t), options, report)
-        else:
-            t.network_step = EagerNetworkStep(t.model, report, "eager arm")
-        if options.capture_orthogonalization:
-            counts = report.orthogonalization
-            t.orthogonalization = GraphedOrthogonalization(t.model, recorder(t.device), options, counts)
-        else:
-            t.orthogonalization = EagerOrthogonalization(report.orthogonalization, "eager arm")
+        t.capture = CaptureOptions(**{"capture_network": replay, **options})
+        report = t.capture_report = CaptureReport(t.capture)
+        t.step = assemble(t, refuse)
         batches = len(t.train_loader)
         state = LoopState(0, batches, t._get_warmup_iterations(batches), self.nominal_accumulate, True)
         module = DetectionModule(t, state, EpochBatches(t))
-        with t.orthogonalization.in_force():
+        with t.step.in_force():
             self._run_steps(module, events, result)
         if CUDA:
             result.reserved, result.allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
@@ -165,6 +157,10 @@ class Bench:
             times.append(time.perf_counter() - resumed + paused - started)
             result.losses.append(d.digest(t.loss.detach(), t.loss_items))
         result.step_ms = 1e3 * sorted(times)[len(times) // 2]
+
+
+def refuse(key: str, reason: str) -> None:
+    raise RuntimeError(f"{key} is not in force: {reason}")
 
 
 def synchronize() -> None:

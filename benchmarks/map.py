@@ -48,9 +48,9 @@ from ultralytics.utils import LOGGER
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions
 from detgraph.trainer.capture.report import CaptureReport
-from detgraph.trainer.fit.eligibility import network_step_for, orthogonalization_for
+from detgraph.trainer.fit.assemble import assemble
+from detgraph.trainer.fit.epoch import EpochBatches, LoopState
 from detgraph.trainer.fit.loop import DetectionModule
-from detgraph.trainer.fit.trainer import EpochBatches, LoopState
 from detgraph.trainer.golden import digests as d
 
 ARMS = ("eager:capture_network=False", "replay:capture_network=True")
@@ -121,8 +121,6 @@ class WarmBench(Bench):
         self.saved, self.ema = (_to_host(model), *rest), _to_host(self.ema)
         self.loader = self.trainer.train_loader
         self.warm = batches or self._load()
-        if not CUDA:
-            self.trainer.recorder = recorder(self.trainer.device)
 
     def _load(self) -> list[dict]:
         size, found = self.case.batch, []
@@ -141,9 +139,8 @@ class WarmBench(Bench):
             torch.cuda.reset_peak_memory_stats()
         t.train_loader = WarmBatches(self.loader, self.warm, size)
         t.capture, t.capture_report = options, CaptureReport(options)
-        t.network_step, _ = network_step_for(t)
-        t.orthogonalization, _ = orthogonalization_for(t)
-        self.in_force.enter_context(t.orthogonalization.in_force())
+        t.step = assemble(t, lambda key, reason: None)  # the report says it
+        self.in_force.enter_context(t.step.in_force())
         state = LoopState(0, len(t.train_loader), -1, 1, mosaic_closed=True)
         return DetectionModule(t, state, EpochBatches(t)), iter(t.train_loader)
 
@@ -154,7 +151,7 @@ class WarmBench(Bench):
         self.in_force.close()
         t.optimizer.zero_grad()
         t.optimizer.state.clear()
-        t.network_step = t.orthogonalization = t.tloss = t.loss = t.loss_items = None
+        t.step = t.tloss = t.loss = t.loss_items = None
         clear()
 
 

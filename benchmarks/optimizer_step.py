@@ -43,7 +43,7 @@ class Turns:
         t = self.trainer
         synchronize()
         started = time.perf_counter()
-        with t.orthogonalization.step(t.optimizer) if replay else nullcontext():
+        with t.step.parts["orthogonalization"].update(t.optimizer) if replay else nullcontext():
             step()
         issued = time.perf_counter()
         synchronize()

@@ -20,8 +20,8 @@ import torch
 from cuda_parity import CUDA, Bench, Case
 
 from detgraph.trainer.capture.report import environment
+from detgraph.trainer.fit.epoch import EpochBatches, LoopState
 from detgraph.trainer.fit.loop import DetectionModule
-from detgraph.trainer.fit.trainer import EpochBatches, LoopState
 from detgraph.trainer.fit.under_lightning import fit
 
 LOOP_STEPS = 1500
@@ -73,17 +73,18 @@ def cost(call: Callable[[], object], times: int = 100) -> float:
 
 def parts(trainer, case: Case) -> dict[str, float]:
     """Return milliseconds by part, between two steps of a fit whose recording is alive and whose gradients are gone."""
-    step = trainer.network_step
+    step = trainer.step.network
+    program = step.recording.program
     images = torch.zeros(step.shape, device=trainer.device)
     dtype = torch.float16 if case.precision == "fp16" else torch.bfloat16
     with torch.autocast(images.device.type, dtype=dtype, enabled=case.precision != "fp32"):
-        assert step.signature.change(images) is None, step.signature.change(images)
-        found = {"signature": cost(lambda: step.signature.change(images))}
-    found["room for the next replay"] = cost(step._kept_gradient)
-    found["gradients handed over"] = cost(step.gradients.hand_out)
-    step.gradients.accumulates = True
-    found["the same, first of an accumulating window"] = cost(step.gradients.hand_out)
-    step.gradients.accumulates = False
+        assert program.signature.change(images) is None, program.signature.change(images)
+        found = {"signature": cost(lambda: program.signature.change(images))}
+    found["room for the next replay"] = cost(lambda: program.gradients.vacate(program.leaves))
+    found["gradients handed over"] = cost(program.hand_out)
+    program.gradients.accumulates = True
+    found["the same, first of an accumulating window"] = cost(program.hand_out)
+    program.gradients.accumulates = False
     return found
 
 

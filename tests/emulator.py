@@ -12,8 +12,9 @@ recording runs the network for real and so moves buffers and generators. What wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -112,6 +113,22 @@ class PoisonedGenerator(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run operations below autograd, autocast and all modes, as kernels are issued again."""
+    below = torch._C._AutoDispatchBelowAutograd()
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch._C._DisableTorchDispatch(),
+            torch._C.DisableTorchFunction(),
+        ):
+            yield
+    finally:
+        del below
+
+
 class EmulatedTape(TorchDispatchMode):
     """The operations of one pass; ``replay`` runs them again on the same tensors, results written in place."""
 
@@ -147,28 +164,32 @@ class EmulatedTape(TorchDispatchMode):
             self.calls.append((func, args, kwargs, leaves, fresh))
         return result
 
+    def cut(self, piece: Callable[[], None]) -> None:
+        """Note what is to run at every replay, here, as ordinary work."""
+        self.calls.append(piece)
+
     def replay(self) -> None:
         assert not self.released, "replay after release"
         self.replayed()
-        below = torch._C._AutoDispatchBelowAutograd()
-        try:
-            with (
-                torch.no_grad(),
-                torch.autocast("cpu", enabled=False),
-                torch._C._DisableTorchDispatch(),
-                torch._C.DisableTorchFunction(),
-            ):
-                self.memory.overwrite()
-                for tensor in self.later_results:
-                    tensor.fill_(float("nan"))
-                for func, args, kwargs, leaves, fresh in self.calls:
-                    result = func(*args, **kwargs)
-                    again = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-                    for old, new, is_fresh in zip(leaves, again, fresh, strict=True):
-                        if is_fresh:
-                            old.copy_(new)
-        finally:
-            del below
+        with undisturbed():
+            self.memory.overwrite()
+            for tensor in self.later_results:
+                tensor.fill_(float("nan"))
+        for is_piece, calls in groupby(self.calls, callable):
+            if is_piece:
+                for piece in calls:
+                    piece()
+            else:
+                self._run(calls)
+
+    def _run(self, calls: Iterable[tuple]) -> None:
+        with undisturbed():
+            for func, args, kwargs, leaves, fresh in calls:
+                result = func(*args, **kwargs)
+                again = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                for old, new, is_fresh in zip(leaves, again, fresh, strict=True):
+                    if is_fresh:
+                        old.copy_(new)
 
     def release(self) -> None:
         self.calls = []
@@ -194,6 +215,7 @@ class EmulatingRecorder:
         self.recorded = self.replays = 0
         self.fail_with: BaseException | None = None
         self._tapes: list[EmulatedTape] = []
+        self._tape: EmulatedTape | None = None  # while work is recorded
 
     @contextmanager
     def session(self) -> Iterator[EmulatedMemory]:
@@ -204,7 +226,7 @@ class EmulatingRecorder:
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             raise error
-        tape = EmulatedTape(self._memory, self._count)
+        tape = self._tape = EmulatedTape(self._memory, self._count)
         try:
             with tape:
                 result = run()
@@ -213,11 +235,16 @@ class EmulatingRecorder:
                 self.poison = PoisonedGenerator()
                 self.poison.__enter__()
             raise
+        finally:
+            self._tape = None
         for earlier in self._tapes if self.shared_pool else ():
             earlier.later_results += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._tapes.append(tape)
         self.recorded += 1
         return result, tape
+
+    def cut(self, piece: Callable[[], None]) -> None:
+        (self._tape.cut if self._tape is not None else lambda run: run())(piece)
 
     def _count(self) -> None:
         self.replays += 1

@@ -94,3 +94,13 @@ def _picture(number: int, imgsz: int, classes: int) -> tuple[np.ndarray, list[st
         image[y : y + h, x : x + w] = (255 * (cls + 1) // classes, 200, rng.integers(128, 256))
         rows.append(f"{cls} {(x + w / 2) / imgsz:.6f} {(y + h / 2) / imgsz:.6f} {w / imgsz:.6f} {h / imgsz:.6f}\n")
     return image, rows
+
+
+def part_of(trainer, name: str):
+    """Return the part ``name`` of the step of a fit that upstream has set up, and why it is not in force, or None."""
+    from detgraph.trainer.fit.assemble import build_part
+    from detgraph.trainer.parts import spec
+
+    refused: list[str] = []
+    part = build_part(trainer, spec(name), lambda key, reason: refused.append(reason))
+    return part, next(iter(refused), None)

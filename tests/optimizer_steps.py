@@ -17,7 +17,7 @@ from ultralytics.engine.trainer import BaseTrainer
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer.capture.report import CaptureReport, RecordingCounts
-from detgraph.trainer.parts.orthogonalization import GraphedOrthogonalization
+from detgraph.trainer.parts.orthogonalization import Orthogonalization
 from emulator import EmulatingRecorder
 from steps import Twin, build_optimizer, make_model, snapshot
 
@@ -55,7 +55,7 @@ class Fit:
         if capture:
             options = CaptureOptions(capture_orthogonalization=True, **{"max_recordings": 100, **(options or {})})
             self.report = CaptureReport(options).orthogonalization
-            self.holder = GraphedOrthogonalization(self.model, recorder(), options, self.report)
+            self.holder = Orthogonalization(self.model, recorder(), options, self.report)
             self.cleanup.enter_context(self.holder.in_force())
         self.number = 0
         self.context: Callable[[], AbstractContextManager] = nullcontext  # around the optimizer step
@@ -112,7 +112,7 @@ class Fit:
         owner = SimpleNamespace(
             scaler=self.scaler, optimizer=self.optimizer, device=torch.device("cpu"), model=self.model, ema=None
         )
-        with self.context(), self.holder.step(self.optimizer) if self.holder else nullcontext():
+        with self.context(), self.holder.update(self.optimizer) if self.holder else nullcontext():
             BaseTrainer.optimizer_step(owner)
 
     def state(self) -> dict:

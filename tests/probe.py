@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer.capture.report import CaptureReport
-from detgraph.trainer.parts.network import GraphedNetworkStep
+from detgraph.trainer.parts.network import NetworkStep
 from emulator import EmulatingRecorder
 from steps import make_model
 
@@ -60,7 +60,7 @@ class ProbeFit:
         self.options = CaptureOptions(capture_network=capture)
         self.report = CaptureReport(self.options)
         self.recorder = recorder or EmulatingRecorder()
-        self.step = GraphedNetworkStep(self.model, self.recorder, SHAPE, self.options, self.report)
+        self.step = NetworkStep(self.model, self.recorder, SHAPE, self.options, self.report)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.seen: list[list[float]] = []
         self.number = 0

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import torch
 
-from detgraph.trainer.capture import recording
+from detgraph.trainer.capture import passes
 from detgraph.trainer.capture.gradients import ReusedGradients
 from detgraph.trainer.capture.recording import Recording
 from detgraph.trainer.capture.signature import Signature
 from detgraph.trainer.capture.state import NetworkState
-from detgraph.trainer.parts import network
-from detgraph.trainer.parts.network import GraphedNetworkStep
+from detgraph.trainer.parts import network, network_program
+from detgraph.trainer.parts.network import NetworkStep
 
 
 def no_gradient_moves(monkeypatch) -> None:
@@ -50,7 +50,7 @@ def no_shape_check(monkeypatch) -> None:
     """Take every batch for one of the nominal shape."""
 
     class AnyShape(tuple):
-        __hash__ = None
+        __hash__ = tuple.__hash__
 
         def __eq__(self, other) -> bool:
             return True
@@ -58,25 +58,25 @@ def no_shape_check(monkeypatch) -> None:
         def __ne__(self, other) -> bool:
             return False
 
-    make = GraphedNetworkStep.__init__
+    make = NetworkStep.__init__
 
     def blind(self, *args):
         make(self, *args)
         self.shape = AnyShape(self.shape)
 
-    monkeypatch.setattr(GraphedNetworkStep, "__init__", blind)
+    monkeypatch.setattr(NetworkStep, "__init__", blind)
 
 
 def no_backward_checks(monkeypatch) -> None:
     """Take every replayed backward for the first one of the latest forward."""
-    checked = Recording.replay_backward
+    checked = Recording.backward
 
-    def replay_backward(self, serial, incoming):
+    def backward(self, serial, incoming):
         self.awaiting_backward = True
         with torch.no_grad():
             return checked(self, self.serial, incoming)
 
-    monkeypatch.setattr(Recording, "replay_backward", replay_backward)
+    monkeypatch.setattr(Recording, "backward", backward)
 
 
 def no_restore(which: str):
@@ -112,7 +112,7 @@ def no_aliases(monkeypatch) -> None:
     def parameters(model):
         yield {p: p for p in model.parameters() if p.requires_grad}
 
-    monkeypatch.setattr(network, "parameter_aliases", parameters)
+    monkeypatch.setattr(network_program, "parameter_aliases", parameters)
 
 
 def no_weight_cache(monkeypatch) -> None:
@@ -121,7 +121,7 @@ def no_weight_cache(monkeypatch) -> None:
     def forward(self):
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
-    monkeypatch.setattr(recording.Autocast, "forward", forward)
+    monkeypatch.setattr(passes.Autocast, "forward", forward)
 
 
 def foreign_weight_cache(monkeypatch) -> None:
@@ -130,13 +130,13 @@ def foreign_weight_cache(monkeypatch) -> None:
     def forward(self):
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
-    monkeypatch.setattr(recording.Autocast, "forward", forward)
+    monkeypatch.setattr(passes.Autocast, "forward", forward)
     no_aliases(monkeypatch)
 
 
 def no_autocast(monkeypatch) -> None:
     """Record the forward outside autocast."""
-    monkeypatch.setattr(recording.Autocast, "forward", lambda self: torch.autocast(self.device_type, enabled=False))
+    monkeypatch.setattr(passes.Autocast, "forward", lambda self: torch.autocast(self.device_type, enabled=False))
 
 
 def backward_under_autocast(monkeypatch) -> None:
@@ -145,11 +145,11 @@ def backward_under_autocast(monkeypatch) -> None:
     def backward(self):
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
-    monkeypatch.setattr(recording.Autocast, "backward", backward)
+    monkeypatch.setattr(passes.Autocast, "backward", backward)
 
 
 def no_drop(monkeypatch) -> None:
-    monkeypatch.setattr(GraphedNetworkStep, "drop", lambda self: None)
+    monkeypatch.setattr(NetworkStep, "drop", lambda self: None)
 
 
 def no_copies_at_release(monkeypatch) -> None:

@@ -29,9 +29,9 @@ from ultralytics.utils.torch_utils import ModelEMA
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer.capture.report import CaptureReport
 from detgraph.trainer.capture.state import as_bytes
-from detgraph.trainer.fit.eligibility import split_blocker
+from detgraph.trainer.fit.step import TrainingStep
 from detgraph.trainer.golden import digests
-from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
+from detgraph.trainer.parts.network import NetworkStep
 from emulator import EmulatingRecorder
 
 # Two levels, an end-to-end head, dropout (draws random numbers) and attention-free blocks: 11 ms a step on one core.
@@ -190,11 +190,10 @@ class Fit:
         options = CaptureOptions(**{"capture_network": True, "max_recordings": 100, **(options or {})})
         self.report = CaptureReport(options)
         self.recorder = recorder() if capture else None
-        self.network_step: EagerNetworkStep = (
-            GraphedNetworkStep(self.model, self.recorder, shape, options, self.report)
-            if capture
-            else EagerNetworkStep(self.model, self.report, "eager twin")
-        )
+        blocked = None if capture else "eager twin"
+        self.network_step = NetworkStep(self.model, self.recorder, shape, options, self.report, blocked)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.training_step = TrainingStep(self, {"network": self.network_step})
         self.trace = Trace()
         self.number = 0
         self.batch: dict | None = None  # of the present step; an event may replace or change it
@@ -243,19 +242,14 @@ class Fit:
         """Run one micro-batch."""
         batch = self.batch
         with self.forward_context():
-            if reason := split_blocker(self.model):
-                loss, items = self.network_step.whole(batch, reason)
-            else:
-                predictions = self.network_step(batch["img"])
-                loss, items = self.model.loss(batch, predictions)
+            loss, items = self.training_step.forward(batch)
             self.loss = loss.sum()
         self.trace.losses.append(digests.digest(self.loss, items))
         self.before_backward()
-        self.loss.backward()
-        self.network_step.after_backward()
+        self.training_step.backward(self.loss)
         self.trace.gradients.append(snapshot((n, p.grad) for n, p in self.model.named_parameters()))
         if (self.number + 1) % self.accumulate == 0:
-            self.optimizer_step()
+            self.training_step.update()
 
     def optimizer_step(self) -> None:
         """What upstream's ``optimizer_step`` does."""

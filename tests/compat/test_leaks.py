@@ -83,9 +83,11 @@ def test_a_loss_that_somebody_keeps_keeps_no_fit(tiny_args, monkeypatch):
     release = Recording.release
 
     def half(self) -> None:
-        view = self.view
+        program = self.program
+        view = program and program.view
         release(self)
-        self.view = view
+        if program is not None:
+            self.program, program.view = program, view
 
     monkeypatch.setattr(Recording, "release", half)
     assert "DetectionModel" in fit()

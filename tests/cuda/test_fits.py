@@ -93,8 +93,8 @@ def test_nothing_of_a_recording_outlives_its_fit(data: str, tmp_path) -> None:
 
     def look(trainer) -> None:
         if trainer.epoch == 1:
-            seen["network"] = weakref.ref(trainer.network_step.recording)
-            seen["orthogonalization"] = weakref.ref(trainer.orthogonalization.recording)
+            seen["network"] = weakref.ref(trainer.step.network.recording)
+            seen["orthogonalization"] = weakref.ref(trainer.step.parts["orthogonalization"].recording)
             seen["pools"] = pool_bytes()
             raise ValueError("injected")
 

@@ -8,15 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 
 from detgraph.cfg import CaptureOptions
+from detgraph.trainer.capture import reasons
 from detgraph.trainer.capture.report import SCHEMA, CaptureReport
 from detgraph.trainer.cli import COMMANDS
-from detgraph.trainer.parts import network, orthogonalization
 from pages import make_targets, missing, read
 
 
 def reason_constants() -> list[str]:
-    values = [pair for module in (network, orthogonalization) for pair in vars(module).items()]
-    return [value for name, value in values if name.isupper() and isinstance(value, str)]
+    return [value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)]
 
 
 def literal_parts(node: ast.AST) -> list[str]:
@@ -42,7 +41,10 @@ def returned_reasons(source: str, functions: str) -> list[str]:
 
 # Where reasons are returned: the file, a pattern of its functions, and how many pieces of fixed text there are.
 REASONS = (
-    ("trainer/fit/eligibility.py", "blocker", 11),
+    ("trainer/fit/eligibility.py", "blocker", 3),
+    ("trainer/fit/assemble.py", "blocker", 1),
+    ("trainer/parts/eligibility.py", "blocker", 6),
+    ("trainer/parts/orthogonalization.py", "blocker", 2),
     ("trainer/fit/upstream.py", "drift", 1),
     ("trainer/fit/under_lightning.py", "blocker", 1),
     ("trainer/fit/trainer.py", "blocker", 1),
@@ -50,10 +52,10 @@ REASONS = (
     ("cfg/options.py", "blocker", 1),
     ("trainer/capture/proof.py", "verdict|not_reproduced", 2),
     ("trainer/capture/signature.py", "obstacle", 4),
-    ("trainer/parts/observed.py", "drawn|moved", 3),
+    ("trainer/parts/network_program.py", "drawn|moved", 3),
     ("models/objective.py", "blocker|_changed_part", 6),
 )
-TELLING = ("RuntimeError", "UnsupportedNetwork", "_block", "_obstruct", "_give_up", "_say_not_in_force")
+TELLING = ("RuntimeError", "UnsupportedNetwork", "block", "_obstruct", "_give_up", "_say_not_in_force")
 
 
 def raised_and_blocked(source: str) -> list[str]:
@@ -72,18 +74,18 @@ def guards() -> list[str]:
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import DetectionModel
 
-    from detgraph.trainer.capture.signature import Signature
+    from detgraph.trainer.parts.network_program import network_signature
 
     model = DetectionModel("yolo26n.yaml", nc=2, verbose=False)
     model.args = get_cfg()
-    return Signature(model, torch.zeros(1, 3, 64, 64)).guards
+    return network_signature(model, torch.zeros(1, 3, 64, 64)).guards
 
 
 def orthogonalization_guards() -> list[str]:
     import torch
     from ultralytics.optim.muon import muon_update
 
-    from detgraph.trainer.parts.updates import CallSignature, surroundings
+    from detgraph.trainer.parts.orthogonalization import CallSignature, surroundings
 
     tensors = [torch.zeros(2, 2)]
     return surroundings(muon_update, "cpu").guards + CallSignature(0, tensors, tensors, lambda grads: ["x"]).guards
@@ -102,7 +104,14 @@ def test_reasons_are_documented():
 def test_errors_and_blocks_are_documented():
     ours = [
         f"trainer/{name}.py"
-        for name in ("parts/network", "capture/holder", "capture/recording", "capture/reach", "fit/trainer")
+        for name in (
+            "parts/network",
+            "parts/network_program",
+            "capture/holder",
+            "capture/recording",
+            "capture/reach",
+            "fit/trainer",
+        )
     ]
     files = [*ours, "models/view.py", "models/objective.py"]
     found = [text for name in files for text in raised_and_blocked(read(name))]

@@ -19,9 +19,9 @@ from arm import Log
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer import LightningDetectionTrainer
 from detgraph.trainer.capture.report import CaptureReport
-from detgraph.trainer.fit.eligibility import orthogonalization_for
 from detgraph.trainer.golden import digests
 from emulator import EmulatingRecorder
+from helpers import part_of
 from steps import TINY, make_model
 
 STOCK = muon.muon_update
@@ -66,7 +66,7 @@ def test_each_capture_alone_and_both(args, heard, tmp_path) -> None:
         trainer = Replaying(overrides={**args, **keys, "name": name})
         trainer.train()
         assert digests.fit_digests(trainer) == digests.fit_digests(stock), name
-        assert muon.muon_update is STOCK and not trainer.orthogonalization.recorded
+        assert muon.muon_update is STOCK and not trainer.step.parts["orthogonalization"].recorded
         assert "capture_" not in (trainer.save_dir / "args.yaml").read_text().replace(str(tmp_path), "")
         written = json.loads((trainer.save_dir / "capture.json").read_text())
         assert written["options"] == CaptureOptions(**keys).to_dict() and written["schema"] == 1
@@ -87,7 +87,7 @@ def test_an_error_takes_the_patch_back(args) -> None:
     seen = []
 
     def fail(trainer) -> None:
-        seen.append((muon.muon_update is STOCK, trainer.orthogonalization.recorded))
+        seen.append((muon.muon_update is STOCK, trainer.step.parts["orthogonalization"].recorded))
         if len(seen) == 3:
             raise ValueError("injected")
 
@@ -95,7 +95,11 @@ def test_an_error_takes_the_patch_back(args) -> None:
     trainer.add_callback("on_train_batch_end", fail)
     with pytest.raises(ValueError, match="injected"):
         trainer.train()
-    assert seen == [(False, True)] * 3 and muon.muon_update is STOCK and not trainer.orthogonalization.recorded
+    assert (
+        seen == [(False, True)] * 3
+        and muon.muon_update is STOCK
+        and not trainer.step.parts["orthogonalization"].recorded
+    )
 
 
 def test_the_warning_names_the_key_and_what_is_eager(args, heard) -> None:
@@ -152,7 +156,7 @@ def built(name: str, iterations: float = 1e5) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSProp"])
 def test_other_optimizers_are_told_the_way_out(name) -> None:
-    _, blocker = orthogonalization_for(asking(built(name), EmulatingRecorder()))
+    _, blocker = part_of(asking(built(name), EmulatingRecorder()), "orthogonalization")
     assert blocker == (
         f"the optimizer is {type(built(name)).__name__}, and only MuSGD orthogonalizes "
         "(optimizer=auto picks it for fits of more than 10000 optimizer steps): train with optimizer=MuSGD"
@@ -168,13 +172,15 @@ def test_the_rule_that_the_way_out_names_is_upstreams() -> None:
 def test_a_subclass_of_musgd_may_have_another_step() -> None:
     class Mine(MuSGD): ...
 
-    _, blocker = orthogonalization_for(asking(Mine([torch.zeros(2, 2)]), EmulatingRecorder()))
+    _, blocker = part_of(asking(Mine([torch.zeros(2, 2)]), EmulatingRecorder()), "orthogonalization")
     assert blocker.startswith("the optimizer is") and "Mine" in blocker
-    holder, blocker = orthogonalization_for(asking(built("MuSGD"), EmulatingRecorder()))
-    assert blocker is None and holder.key == "capture_orthogonalization"
-    assert orthogonalization_for(asking(built("MuSGD")))[1] == "replay needs a CUDA device, this fit runs on 'cpu'"
-    holder, blocker = orthogonalization_for(asking(built("MuSGD"), device="cuda"))
-    assert blocker is None and type(holder.recorder).__name__ == "CudaRecorder"
+    holder, blocker = part_of(asking(built("MuSGD"), EmulatingRecorder()), "orthogonalization")
+    assert blocker is None and holder.holder.key == "capture_orthogonalization"
+    assert (
+        part_of(asking(built("MuSGD")), "orthogonalization")[1] == "replay needs a CUDA device, this fit runs on 'cpu'"
+    )
+    holder, blocker = part_of(asking(built("MuSGD"), device="cuda"), "orthogonalization")
+    assert blocker is None and type(holder.holder.recorder).__name__ == "CudaRecorder"
 
 
 def test_drift_is_a_reason(monkeypatch) -> None:
@@ -182,18 +188,18 @@ def test_drift_is_a_reason(monkeypatch) -> None:
         return STOCK(grad, momentum, beta, nesterov)
 
     monkeypatch.setattr(muon, "muon_update", muon_update)
-    holder, blocker = orthogonalization_for(asking(built("MuSGD"), EmulatingRecorder()))
+    holder, blocker = part_of(asking(built("MuSGD"), EmulatingRecorder()), "orthogonalization")
     assert "patch 'replay_orthogonalization' does not fit ultralytics.optim.muon:muon_update: its source" in blocker
-    with holder.in_force(), holder.step(None):
+    with holder.in_force(), holder.update(None):
         assert muon.muon_update is muon_update
     assert holder.report.eager == {blocker: 1}
 
 
 def test_what_was_not_asked_for_is_counted_so(args) -> None:
-    holder, blocker = orthogonalization_for(
-        asking(built("MuSGD"), EmulatingRecorder(), capture_orthogonalization=False)
+    holder, blocker = part_of(
+        asking(built("MuSGD"), EmulatingRecorder(), capture_orthogonalization=False), "orthogonalization"
     )
     assert blocker is None
-    with holder.in_force(), holder.step(None):
+    with holder.in_force(), holder.update(None):
         assert muon.muon_update is STOCK
     assert holder.report.eager == {"capture_orthogonalization=False": 1}

@@ -18,7 +18,7 @@ STEP, STEPS = 2, 5
 
 
 def signatures(fit: Fit) -> list[Guards]:
-    recording = fit.holder.recording
+    recording = fit.holder.recording.program
     return [recording.around, *(call.signature for call in recording.calls)]
 
 
@@ -37,7 +37,7 @@ def change(fit: Fit) -> str | None:
         for number, group in enumerate(fit.muon_groups):
             grads = [parameter.grad for parameter in group["params"]]
             momentums = [fit.optimizer.state[parameter]["momentum_buffer"] for parameter in group["params"]]
-            if found := fit.holder.recording.change(number, grads, momentums):
+            if found := fit.holder.recording.program.change(number, grads, momentums):
                 return found
     return None
 

@@ -14,9 +14,9 @@ from ultralytics.optim import MuSGD, muon
 from detgraph import patches
 from detgraph.patches import PatchDriftError
 from detgraph.patches.replay_orthogonalization import installed, patch, replacing
-from detgraph.trainer.parts.network import RECORDING
-from detgraph.trainer.parts.orthogonalization import NOT_IN_PLACE, GraphedOrthogonalization, Step
-from detgraph.trainer.parts.updates import Call, OrthogonalizationRecording
+from detgraph.trainer.capture.reasons import NOT_IN_PLACE, RECORDING
+from detgraph.trainer.capture.recording import Recording
+from detgraph.trainer.parts.orthogonalization import Call, Orthogonalization, OrthogonalizationProgram, Step
 from optimizer_steps import Fit, Twin, run, twin
 from recorders import FailingRecorder, LyingRecorder
 
@@ -44,12 +44,12 @@ def test_a_wrong_recording_is_never_used(warned):
 
 
 def test_updates_that_lie_otherwise_in_memory_are_refused(monkeypatch):
-    def other_layout(recording: OrthogonalizationRecording) -> dict:
-        results = replay(recording)
-        return {name: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for name, t in results.items()}
+    def captured(program: OrthogonalizationProgram, results: list) -> None:
+        other = [[t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in each] for each in results]
+        take(program, other)
 
-    replay = OrthogonalizationRecording.replay
-    monkeypatch.setattr(OrthogonalizationRecording, "replay", other_layout)
+    take = OrthogonalizationProgram.captured
+    monkeypatch.setattr(OrthogonalizationProgram, "captured", captured)
     pair = twin()
     pair.assert_same(replayed=0)
     assert "self-check: strides of update of model." in pair.report.blocked
@@ -94,7 +94,7 @@ def test_what_is_loaded_must_be_the_present_steps(name):
         for group in fit.optimizer.param_groups:
             group["nesterov"] = name != "Nesterov"
         if fit.holder is not None:
-            for call in fit.holder.recording.calls:
+            for call in fit.holder.recording.program.calls:
                 call.load = functools.partial(BAKED[name], call)
 
     assert twin({1: bake}).differences
@@ -109,9 +109,7 @@ ERRORS = [RuntimeError("CUDA error: operation not permitted"), torch.OutOfMemory
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_failed_capture_leaves_no_trace(error, number, warned, monkeypatch):
     released = []
-    monkeypatch.setattr(
-        OrthogonalizationRecording, "release", lambda self: released.append(weakref.ref(self)) or release(self)
-    )
+    monkeypatch.setattr(Recording, "release", lambda self: released.append(weakref.ref(self)) or release(self))
     gc.disable()
     try:
         pair = twin(recorder=lambda: FailingRecorder(error, number))
@@ -123,7 +121,7 @@ def test_a_failed_capture_leaves_no_trace(error, number, warned, monkeypatch):
     assert released and all(recording() is None for recording in released)
 
 
-release = OrthogonalizationRecording.release
+release = Recording.release
 
 
 def test_out_of_memory_while_a_step_is_seen_costs_the_recording_and_not_the_step(monkeypatch, warned):
@@ -166,7 +164,7 @@ def test_nothing_is_recorded_in_inference_mode():
     fit = Fit(True)
     with fit.cleanup:
         fit.draw()
-        with torch.inference_mode(), fit.holder.step(fit.optimizer):
+        with torch.inference_mode(), fit.holder.update(fit.optimizer):
             fit.optimizer.step()
         assert fit.report.eager == {"inference mode: True": 1} and not fit.holder.recorded
 
@@ -218,7 +216,7 @@ def replaying():
 def test_another_optimizer_in_the_same_step_is_upstreams(replaying, monkeypatch):
     def both() -> list:
         parameters, optimizer = other_optimizer()
-        with replaying.holder.step(replaying.optimizer):
+        with replaying.holder.update(replaying.optimizer):
             optimizer.step()
             single = muon.muon_update(parameters[0].grad, torch.zeros_like(parameters[0]))
             assert torch.equal(single, STOCK(parameters[0].grad, torch.zeros_like(parameters[0])))
@@ -242,7 +240,7 @@ def test_another_thread_is_upstreams(replaying):
         optimizer.step()
         found.extend(parameters)
 
-    with replaying.holder.step(replaying.optimizer):
+    with replaying.holder.update(replaying.optimizer):
         thread = threading.Thread(target=step)
         thread.start()
         thread.join()
@@ -254,7 +252,7 @@ def test_another_thread_is_upstreams(replaying):
 def test_outside_a_step_it_is_upstreams(replaying):
     replaying.optimizer.step()
     assert replaying.report.steps == 2 and replacing.get() is None
-    with pytest.raises(ValueError), replaying.holder.step(replaying.optimizer):
+    with pytest.raises(ValueError), replaying.holder.update(replaying.optimizer):
         raise ValueError
     assert replacing.get() is None and replaying.report.steps == 2
 
@@ -328,10 +326,14 @@ def test_it_holds_no_gradient_of_the_step():
 def test_dropping_gives_the_memory_back_and_may_be_repeated():
     fit = Fit(True).run(2)
     with fit.cleanup:
-        held = [weakref.ref(tensor) for call in fit.holder.recording.calls for tensor in [*call.updates, *call.zeros]]
+        held = [
+            weakref.ref(tensor)
+            for call in fit.holder.recording.program.calls
+            for tensor in [*call.updates, *call.zeros]
+        ]
         for _ in range(2):
             fit.holder.drop()
         assert held and not [tensor for tensor in held if tensor() is not None]
         fit.run(2)
-    assert fit.report.recordings == 2 and isinstance(fit.holder, GraphedOrthogonalization)
+    assert fit.report.recordings == 2 and isinstance(fit.holder, Orthogonalization)
     assert Twin(run(False, steps=4), fit).differences == []

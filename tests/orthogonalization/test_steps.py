@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from detgraph.trainer.capture.reasons import NOTHING_TO_DO, RECORDING, RETIRED
 from detgraph.trainer.golden import digests
-from detgraph.trainer.parts.network import RECORDING
-from detgraph.trainer.parts.orthogonalization import NOTHING_TO_DO, RETIRED
-from detgraph.trainer.parts.updates import Call
+from detgraph.trainer.parts.orthogonalization import Call
 from optimizer_steps import Event, Fit, Twin, run, twin
 
 FIRST = "model.9.cv3.0.0.0.conv.weight"  # in the group with the higher rate, which steps first
@@ -132,7 +131,7 @@ def test_odd_values(name, where):
             if fit.holder is None:
                 unclipped(fit)
             else:
-                with fit.holder.step(fit.optimizer):
+                with fit.holder.update(fit.optimizer):
                     unclipped(fit)
             fit.trace.append(fit.state())
         return fit
@@ -151,7 +150,7 @@ def test_zeros_with_a_sign():
         for tensor in (fit.parameter(FIRST).grad, fit.buffer(FIRST)):
             tensor.view(-1)[::2] = -0.0
         if fit.holder is not None:
-            for call in fit.holder.recording.calls:
+            for call in fit.holder.recording.program.calls:
                 call.load = lambda *arguments, call=call: (Call.load(call, *arguments), note(call))
 
     def note(call: Call) -> None:
@@ -263,11 +262,11 @@ def operations(fit: Fit) -> Counter:
     """Return what one more optimizer step dispatches; a tape issues its work without dispatching any."""
     fit.draw()
     if fit.holder is not None:
-        around = fit.holder.recording.around
+        around = fit.holder.recording.program.around
         place = around.guards.index("dispatch modes")  # the counter is one
         del around._checks[place]
-        for call in fit.holder.recording.calls:
-            call.tape.replay = lambda: None
+        for tape in fit.holder.recording._tapes:
+            tape.replay = lambda: None
     counter = Counting()
     fit.context = lambda: counter
     fit.step()

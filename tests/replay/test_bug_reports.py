@@ -8,16 +8,18 @@ by benchmarks/cuda_bug_reports.py; A15 and A16 (checkpoints, arguments) by tests
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 from ultralytics.nn.tasks import DetectionModel
 
 import protection_off as off
-from detgraph.trainer.capture import recording
+from detgraph.trainer.capture import passes
+from detgraph.trainer.capture.reasons import OTHER_SHAPE, RECORDING
 from detgraph.trainer.capture.recording import Recording
-from detgraph.trainer.parts import network
-from detgraph.trainer.parts.network import OTHER_SHAPE, RECORDING
+from detgraph.trainer.parts import network, network_program
 from steps import SHAPE, Fit, Wrapped, make_batch, twin
 
 PRECISIONS = pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -30,16 +32,16 @@ YOLO26 = {"model": "yolo26n.yaml", "optimizer": "MuSGD", "ema": True}
 @PRECISIONS
 def test_a01_gradients_accumulate_over_replays(amp, monkeypatch):
     """No live gradient is in the recorder's memory when a replay starts."""
-    replay = Recording.replay
+    replay = Recording.forward
     static_at_start = []
 
     def noting(self, images) -> dict:
-        static = {g.untyped_storage().data_ptr() for g in self.gradients.static}
-        live = {p.grad.untyped_storage().data_ptr() for p in self.parameters if p.grad is not None}
+        static = {g.untyped_storage().data_ptr() for g in self.program.gradients.static}
+        live = {p.grad.untyped_storage().data_ptr() for p in self.program.leaves if p.grad is not None}
         static_at_start.append(len(static & live))
         return replay(self, images)
 
-    monkeypatch.setattr(Recording, "replay", noting)
+    monkeypatch.setattr(Recording, "forward", noting)
     twin(steps=7, accumulate=3, amp=amp, **YOLO26).assert_same(replayed=6)
     assert set(static_at_start) == {0}
 
@@ -77,9 +79,9 @@ def test_a02_replays_see_new_weights_under_autocast(monkeypatch):
     assert pair.replaying.trace.losses[4] != without.replaying.trace.losses[4]
     assert pair.replaying.trace.losses[:4] == without.replaying.trace.losses[:4]
 
-    monkeypatch.setattr(network, "parameter_aliases", pytest.importorskip("contextlib").contextmanager(own_parameters))
+    monkeypatch.setattr(network_program, "parameter_aliases", contextmanager(own_parameters))
     monkeypatch.setattr(
-        recording.Autocast, "forward", lambda self: torch.autocast("cpu", dtype=self.dtype, enabled=self.enabled)
+        passes.Autocast, "forward", lambda self: torch.autocast("cpu", dtype=self.dtype, enabled=self.enabled)
     )
     off = twin(events, amp=torch.bfloat16)
     assert off.report.replayed == 6 and off.differences

@@ -16,8 +16,8 @@ import protection_off as off
 from arm import Log, Observer
 from detgraph.cfg import CaptureOptionError
 from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.capture.reasons import OTHER_SHAPE, RECORDING
 from detgraph.trainer.golden import digests
-from detgraph.trainer.parts.network import OTHER_SHAPE, RECORDING
 from emulator import EmulatingRecorder
 from recorders import refusing
 from steps import TINY
@@ -254,7 +254,7 @@ class Watching(LightningDetectionTrainer):
 
     def optimizer_step(self):
         super().optimizer_step()
-        recording = getattr(self.network_step, "recording", None)
+        recording = self.step.network.recording
         if recording is not None and not hasattr(self, "watched"):
             self.watched = weakref.ref(recording)
 

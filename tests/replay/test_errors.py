@@ -16,19 +16,30 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer.capture import gradients, guards, holder, lending, proof, reach, recording, signature
+from detgraph.trainer.capture import (
+    gradients,
+    guards,
+    holder,
+    lending,
+    memory,
+    passes,
+    proof,
+    reach,
+    recording,
+    signature,
+)
 from detgraph.trainer.capture import state as states
-from detgraph.trainer.parts import network, observed
+from detgraph.trainer.parts import network, network_program
 from emulator import EmulatingRecorder
 from probe import SHAPE, ProbeFit
 
-PARTS = {Path(m.__file__) for m in (gradients, guards, lending, observed, proof, reach, signature, states)}
-HOLDING = {Path(m.__file__) for m in (holder, network, recording, gradients)}
+PARTS = {Path(m.__file__) for m in (gradients, guards, lending, network_program, proof, reach, signature, states)}
+HOLDING = {Path(m.__file__) for m in (holder, memory, network, network_program, passes, recording, gradients)}
 STEPS = 6
 # These put back what has been moved: where they fail, no fit can go on, and they say so.
 NO_WAY_ON = {"restore", "put_back", "_fill", "_refill", "_fill_cells", "write"}
 # These run in autograd's own backward or at the end, and neither takes memory nor asks the device.
-PLAIN = {"hand_out", "_own_is_free", "_have_own", "_count", "release", "_adopters"}
+PLAIN = {"load", "load_backward", "hand_out", "_own_is_free", "_have_own", "_count", "release", "_adopters"}
 
 
 def called(frame) -> str | None:
@@ -79,7 +90,7 @@ def failing(name: str, number: int) -> Iterator[list[str]]:
 def test_an_error_anywhere_costs_the_recording_and_no_more(mode, warned):
     """Out of memory is the worst of them: upstream's loop would halve the batch for it, or end."""
     eager = ProbeFit(False)
-    eager.step.blocked = "eager twin"
+    eager.step.holder.blocked = "eager twin"
     expected = eager.run(STEPS).seen
     trials = calls(mode)
     assert len({name for name, _ in trials}) > 40
@@ -98,7 +109,7 @@ def test_without_the_one_place_errors_leave_the_step(monkeypatch):
     def plainly(self, what: str = "") -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(holder.RecordingHolder, "attempting", plainly)
+    monkeypatch.setattr(holder.Holder, "attempting", plainly)
     left = 0
     for name, number in calls("verify"):
         try:

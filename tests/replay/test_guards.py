@@ -10,12 +10,12 @@ from functools import cache
 import pytest
 import torch
 
-from detgraph.trainer.capture.signature import Signature
 from detgraph.trainer.golden import digests
+from detgraph.trainer.parts.network_program import network_signature
 from perturb_network import PERTURBATIONS, remove_guard
 from steps import Fit, Twin, make_batch, make_model, run, twin
 
-GUARDS = Signature(make_model(), make_batch(0)["img"]).guards
+GUARDS = network_signature(make_model(), make_batch(0)["img"]).guards
 NAMES = list(dict.fromkeys([*GUARDS, *PERTURBATIONS]))
 STEP, STEPS = 2, 5
 
@@ -32,7 +32,7 @@ def test_only_this_guard_sees_it(name):
     perturbation = PERTURBATIONS[name]
     fit = Fit(True, **perturbation.settings).run(2)
     fit.batch = make_batch(2)
-    signature = fit.network_step.recording.signature
+    signature = fit.network_step.recording.program.signature
     with fit.cleanup:
         with fit.forward_context():
             assert signature.change(fit.batch["img"]) is None
@@ -53,7 +53,7 @@ def fit_with(name: str, capture: bool, guarded: bool = True) -> Fit:
     def perturb(fit: Fit) -> None:
         perturbation.event(fit)
         if not guarded:
-            remove_guard([fit.network_step.recording.signature], name)
+            remove_guard([fit.network_step.recording.program.signature], name)
 
     def look(fit: Fit) -> None:
         image = fit.memory.pop("image", None)

@@ -19,7 +19,7 @@ def stay(monkeypatch) -> None:
 
 def validate(fit: Fit) -> None:
     """What validation does between two steps: the EMA in evaluation, which builds anchors once and keeps them."""
-    with fit.network_step.lend("validation", lambda: tensor_attributes(fit.ema.ema)), torch.inference_mode():
+    with fit.network_step.memory.lend("validation", lambda: tensor_attributes(fit.ema.ema)), torch.inference_mode():
         predictions = fit.ema.ema.eval()(make_batch(99)["img"])[0]
         fit.note(predictions.double().sum().item())
 
@@ -35,7 +35,7 @@ def test_anchors_of_validation_survive_replays(monkeypatch):
 
 def test_what_nobody_named_is_found_and_moved(monkeypatch):
     def keep(fit: Fit) -> None:
-        with fit.network_step.lend("validation"):
+        with fit.network_step.memory.lend("validation"):
             base = torch.arange(6.0)
             fit.memory["kept"] = (base, base[2:], {"deep": [torch.ones(3)]})
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_found_costs_the_recording(monkeypatch):
     """On a GPU that is a tensor which only C++ holds. The recording goes before its replay writes over it."""
 
     def keep(fit: Fit) -> None:
-        with fit.network_step.lend("validation"):
+        with fit.network_step.memory.lend("validation"):
             fit.memory["kept"] = torch.arange(6.0)
 
     def look(fit: Fit) -> None:
@@ -113,7 +113,7 @@ def test_a_loan_that_cannot_be_made_costs_the_recording_and_no_more(where, monke
 
 def test_a_loan_that_cannot_be_settled_costs_the_recording_and_no_more(monkeypatch, warned):
     def lend(fit: Fit) -> None:
-        with fit.network_step.lend("validation"):
+        with fit.network_step.memory.lend("validation"):
             fit.memory["kept"] = torch.arange(6.0)
         monkeypatch.setattr(Loan, "settle", broken)
 
@@ -138,7 +138,7 @@ def test_what_was_not_routed_is_not_counted_as_lent(monkeypatch):
 
 def test_an_error_inside_gives_the_recording_up():
     def fail(fit: Fit) -> None:
-        with fit.network_step.lend("validation"):
+        with fit.network_step.memory.lend("validation"):
             fit.memory["half"] = torch.ones(3)
             raise ValueError("injected")
 

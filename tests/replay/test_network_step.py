@@ -14,9 +14,10 @@ from torch import nn
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer.capture.gradients import ReusedGradients
+from detgraph.trainer.capture.reasons import OTHER_SHAPE, TOO_EARLY
 from detgraph.trainer.capture.report import CaptureReport
 from detgraph.trainer.golden import digests
-from detgraph.trainer.parts.network import OTHER_SHAPE, TOO_EARLY, GraphedNetworkStep
+from detgraph.trainer.parts.network import NetworkStep
 from emulator import EmulatingRecorder
 from probe import Probe
 from protection_off import no_backward_checks, no_gradient_moves
@@ -25,11 +26,11 @@ from steps import Fit, make_batch, twin
 # The probe: one weight, derivatives chosen by hand ---------------------------------------------------------------
 
 
-def probe(shared_pool: bool) -> tuple[GraphedNetworkStep, nn.Parameter]:
+def probe(shared_pool: bool) -> tuple[NetworkStep, nn.Parameter]:
     """Return a network step that has recorded the probe, and its weight without a gradient."""
     options = CaptureOptions(capture_network=True)
     model, shape = Probe(), (1, 1, 1, 1)
-    step = GraphedNetworkStep(model, EmulatingRecorder(shared_pool), shape, options, CaptureReport(options))
+    step = NetworkStep(model, EmulatingRecorder(shared_pool), shape, options, CaptureReport(options))
     step(torch.ones(shape))["boxes"].sum().backward()
     step.after_backward()
     assert step.recorded
@@ -211,7 +212,7 @@ def test_habits(habit, accumulate, monkeypatch):
 
 def test_a_step_without_accumulation_copies_no_gradient():
     fit = Fit(True).run(5)
-    assert fit.network_step.recording.gradients.own == []
+    assert fit.network_step.recording.program.gradients.own == []
 
 
 def test_a_window_copies_into_one_set_of_its_own(monkeypatch):
@@ -220,7 +221,7 @@ def test_a_window_copies_into_one_set_of_its_own(monkeypatch):
     adopters = ReusedGradients._adopters
     monkeypatch.setattr(ReusedGradients, "_adopters", lambda *args: moved.append(adopters(*args)) or moved[-1])
     fit = Fit(True, accumulate=4).run(10)
-    gradients = fit.network_step.recording.gradients
+    gradients = fit.network_step.recording.program.gradients
     first = [own.data_ptr() for own in gradients.own]
     fit.run(12)
     assert [own.data_ptr() for own in gradients.own] == first
@@ -243,7 +244,7 @@ def test_the_second_set_is_not_given_out_again_while_somebody_keeps_it(monkeypat
 def test_windows_of_one_step_stop_copying():
     """Accumulation that ends, as after an out-of-memory with a smaller nbs: the second set is not used any more."""
     fit = Fit(True, accumulate=4).run(10)
-    gradients = fit.network_step.recording.gradients
+    gradients = fit.network_step.recording.program.gradients
     assert gradients.accumulates and gradients.own
     fit.accumulate = 1
     fit.run(6)
@@ -255,7 +256,7 @@ def test_gradients_alive_at_the_end_are_the_fits_own():
         fit.accumulate = 9
 
     eager, replaying = (Fit(capture).run(3, {2: hold}) for capture in (False, True))
-    gradients = replaying.network_step.recording.gradients.static
+    gradients = replaying.network_step.recording.program.gradients.static
     static = {gradient.untyped_storage().data_ptr() for gradient in gradients}
     adopted = [p for p in replaying.model.parameters() if p.grad.untyped_storage().data_ptr() in static]
     assert len(adopted) == len(gradients)
@@ -327,11 +328,13 @@ def test_nothing_holds_a_dropped_recording():
     """A loss that somebody keeps holds its node of autograd, and that what is left of the recording: nothing else."""
     fit = Fit(True, accumulate=3).run(4)
     recording = fit.network_step.recording
-    parts = [recording.view, recording.signature, recording.gradients, recording.memory, *recording._tapes, fit.model]
+    program = recording.program
+    own = [program, program.view, program.signature, program.gradients]
+    parts = [*own, recording.memory, *recording._tapes, fit.model]
     alive, left = [weakref.ref(part) for part in parts], weakref.ref(recording)
     loss = fit.loss
     fit.end()
-    del recording, parts, fit
+    del recording, program, own, parts, fit
     gc.collect()
     assert [ref() for ref in alive] == [None] * len(alive) and left() is not None
     gc.disable()

@@ -79,7 +79,7 @@ def gradients_of_the_recording_are_not_live_after_the_end() -> list[str]:
         fit.accumulate = 9
 
     fit = Fit(True).run(3, {2: hold})
-    static = {gradient.untyped_storage().data_ptr() for gradient in fit.network_step.recording.gradients.static}
+    static = {gradient.untyped_storage().data_ptr() for gradient in fit.network_step.recording.program.gradients.static}
     fit.end()
     shared = [n for n, p in fit.model.named_parameters() if p.grad.untyped_storage().data_ptr() in static]
     return [f"gradient of {name} holds the recording's memory" for name in shared]

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from detgraph.trainer.capture.reasons import RECORDING
 from detgraph.trainer.capture.recording import Recording
 from detgraph.trainer.capture.state import NetworkState
 from detgraph.trainer.golden import digests
-from detgraph.trainer.parts.network import RECORDING, GraphedNetworkStep
+from detgraph.trainer.parts.network import NetworkStep
 from emulator import EmulatingRecorder
 from recorders import FailingRecorder, LyingRecorder
 from steps import Fit, Wrapped, differences, make_batch, twin, wrap
@@ -189,7 +190,7 @@ def test_the_next_fit_of_the_process_records_again():
     failed = Fit(True, recorder=lambda: FailingRecorder(RuntimeError("no"), 1)).run(3).end()
     assert failed.report.recordings == 0
     options, report = failed.report.options, type(failed.report)(failed.report.options)
-    again = GraphedNetworkStep(failed.model, EmulatingRecorder(), failed.shape, options, report)
+    again = NetworkStep(failed.model, EmulatingRecorder(), failed.shape, options, report)
     for seed in range(3):
         batch = make_batch(seed)
         failed.model.loss(batch, again(batch["img"]))[0].sum().backward()

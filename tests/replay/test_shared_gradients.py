@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer.capture import recording
+from detgraph.trainer.parts import network_program
 from steps import Wrapped, twin, wrap
 
 
@@ -41,12 +41,12 @@ def test_each_weight_has_a_gradient_of_its_own(kind, faulty, accumulate, monkeyp
     settings = {"prepare": wrap(kind), "accumulate": accumulate}
     twin(**settings).assert_same(replayed=6)
     twin(**settings, options={"capture_network": "verify"}).assert_same(replayed=6)
-    monkeypatch.setattr(recording, "_apart", lambda gradients, incoming: gradients)
+    monkeypatch.setattr(network_program, "apart", lambda gradients, incoming: gradients)
     assert bool(twin(**settings).differences) == (faulty and accumulate == 1)
 
 
 def test_a_gradient_is_not_the_incoming_one_itself():
     """A hook that changes in place what a weight gets would change what a later check starts from."""
     both = torch.zeros(3)
-    apart = recording._apart((both, None, both, both[1:], torch.zeros(0)), (both,))
+    apart = network_program.apart((both, None, both, both[1:], torch.zeros(0)), (both,))
     assert apart[1] is None and len({t.untyped_storage().data_ptr() for t in (*apart[:1], *apart[2:4], both)}) == 4

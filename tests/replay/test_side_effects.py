@@ -15,7 +15,7 @@ from torch import nn
 
 from detgraph.trainer.capture import reach, torch_private
 from detgraph.trainer.capture.state import NetworkState
-from detgraph.trainer.parts import network, observed
+from detgraph.trainer.parts import network, network_program
 from perturb_network import attribute
 from steps import Fit, Wrapped, twin, wrap
 
@@ -107,7 +107,7 @@ def test_what_a_forward_does_on_the_host_keeps_the_fit_eager(kind, monkeypatch):
     pair.assert_same(replayed=0)
     assert pair.report.blocked.startswith(REASONS[kind])
     for look in ("drawn_on_the_host", "moved_by_forward", "moved_by_backward"):
-        monkeypatch.setattr(observed.Observed, look, lambda *args: None)
+        monkeypatch.setattr(network_program.NetworkProgram, look, lambda *args: None)
     assert twin(prepare=wrap(kind), options=UNCHECKED).differences
 
 
@@ -169,7 +169,7 @@ def test_hooks_of_several_parameters_keep_their_order(monkeypatch):
     pair.assert_same(replayed=0)
     assert next(iter(pair.report.eager)).startswith("hooks on ")
     monkeypatch.setattr(network, "recording_obstacle", lambda *args: None)
-    monkeypatch.setattr(observed, "has_hooks", lambda parameter: True)
+    monkeypatch.setattr(network_program, "has_hooks", lambda parameter: True)
     assert twin(prepare=noise).differences
 
 
@@ -179,7 +179,7 @@ def test_verify_compares_what_the_replay_left_and_not_what_a_hook_made_of_it(mon
 
     options = {"capture_network": "verify"}
     twin(prepare=clamp, options=options).assert_same(replayed=6)
-    monkeypatch.setattr(network.GraphedNetworkStep, "_verify", late(network.GraphedNetworkStep._verify))
+    monkeypatch.setattr(network.NetworkStep, "_verify", late(network.NetworkStep._verify))
     assert (
         "gradient of model.3.conv.weight of the replay is off by" in twin(prepare=clamp, options=options).report.blocked
     )
@@ -189,7 +189,7 @@ def late(verify: Callable) -> Callable:
     """Look at the replay's results when the backward pass, hooks included, is over."""
 
     def look(self, before) -> None:
-        self.recording.observed = self.recording.results()
+        self.recording.observed = self.recording.program.results()
         verify(self, before)
 
     return look

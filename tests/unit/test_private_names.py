@@ -19,19 +19,16 @@ import yaml
 from ultralytics.engine.model import Model
 from ultralytics.engine.trainer import BaseTrainer
 
-import steps
 import torch_range
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer.capture import guards, torch_private
-from detgraph.trainer.capture.holder import RecordingHolder
+from detgraph.trainer.capture.holder import Holder
 from detgraph.trainer.capture.report import CaptureReport
 from detgraph.trainer.fit import lightning_private, upstream
-from detgraph.trainer.fit.eligibility import network_step_for, orthogonalization_for
-from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
-from detgraph.trainer.parts.orthogonalization import EagerOrthogonalization
+from detgraph.trainer.fit import step as fit_step
 from emulator import EmulatingRecorder
 from fixtures import warned  # noqa: F401 a fixture
-from helpers import ROOT, make_dataset
+from helpers import ROOT, make_dataset, part_of
 from steps import TINY, make_model, twin
 
 FILES = [file for room in ("cfg", "models", "patches", "trainer") for file in sorted((ROOT / room).rglob("*.py"))]
@@ -178,8 +175,9 @@ def test_this_torch_has_all_of_them():
 def test_a_fit_without_a_needed_name_is_eager_and_says_so(path, without):
     without(path)
     fit = fit_of(make_model())
-    for step, blocker in (network_step_for(fit), orthogonalization_for(fit)):
-        assert type(step) in (EagerNetworkStep, EagerOrthogonalization) and blocker == torch_private.missing()
+    for name in ("network", "orthogonalization"):
+        part, blocker = part_of(fit, name)
+        assert part.blocked == blocker == torch_private.missing()
     assert f"torch {torch.__version__} has no torch.{path}, by which" in blocker
     pair = twin(steps=3)
     assert not pair.differences and pair.report.eager == {blocker: 3}
@@ -188,10 +186,10 @@ def test_a_fit_without_a_needed_name_is_eager_and_says_so(path, without):
 def test_without_the_rule_a_needed_name_is_an_error_that_costs_the_recording(without, monkeypatch):
     without(NEEDED[0])
     said = torch_private.missing()
-    monkeypatch.setattr(steps, "split_blocker", lambda model: None)
+    monkeypatch.setattr(fit_step, "split_blocker", lambda model: None)
     pair = twin(steps=3)
     assert not pair.differences and pair.report.blocked == f"recording failed: {said}"
-    monkeypatch.setattr(RecordingHolder, "attempting", lambda self, what="": nullcontext())
+    monkeypatch.setattr(Holder, "attempting", lambda self, what="": nullcontext())
     with pytest.raises(torch_private.MissingName, match=re.escape(said)):
         twin(steps=3)
 
@@ -199,8 +197,8 @@ def test_without_the_rule_a_needed_name_is_an_error_that_costs_the_recording(wit
 @pytest.mark.parametrize("path", FLAGS)
 def test_a_flag_that_cannot_be_read_is_no_guard_and_the_fit_says_so(path, without, warned):  # noqa: F811
     without(path)
-    step, blocker = network_step_for(fit_of(make_model()))
-    assert blocker is None and isinstance(step, GraphedNetworkStep)
+    step, blocker = part_of(fit_of(make_model()), "network")
+    assert blocker is None and step.blocked is None
     assert len(warned) == 1 and f"has no torch.{path}: " in warned[0] and "without being noticed" in warned[0]
     twin(steps=3).assert_same(replayed=2)
 
@@ -211,7 +209,7 @@ def test_memory_is_lent_with_all_the_names_for_it_or_not_at_all(path, without, w
     assert not torch_private.can_lend() and torch_private.missing() is None
     assert [f"has no torch.{path}: " in text for text in torch_private.reduced("cuda")] == [True]
     torch_private.clear_cublas_workspaces()
-    network_step_for(fit_of(make_model()))  # on a CPU nothing is missed
+    part_of(fit_of(make_model()), "network")  # on a CPU nothing is missed
     assert warned == []
 
 

@@ -151,7 +151,7 @@ def test_both_recordings_count_where_both_were_asked_for():
     assert recordings(report) == (1.75, "the rest trained eagerly: recording failed: no room")
     report.retire("tensor address")
     assert recordings(report)[1] == "1 recordings were retired, the last: tensor address"
-    alone = CaptureReport(CaptureOptions(capture_network=True), orthogonalization=report.orthogonalization)
+    alone = CaptureReport(CaptureOptions(capture_network=True), parts=report.parts)
     assert recordings(alone) == (0, None)
 
 

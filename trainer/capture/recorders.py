@@ -19,17 +19,26 @@ _snapshot_of_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot
 
 
 class CudaTape:
-    """One CUDA graph. Replays are ordered after earlier work of the current stream."""
+    """CUDA graphs, and pieces of eager work between them. Replays are ordered after earlier work of the stream."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
+    def __init__(self) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._runs: list[Callable[[], None]] = []
+
+    def append(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graphs.append(graph)
+        self._runs.append(graph.replay)
+
+    def append_piece(self, piece: Callable[[], None]) -> None:
+        self._runs.append(piece)
 
     def replay(self) -> None:
-        self._graph.replay()
+        for run in self._runs:
+            run()
 
     def release(self) -> None:
-        graph, self._graph = self._graph, None
-        if graph is not None:
+        graphs, self.graphs, self._runs = self.graphs, [], []
+        for graph in graphs:
             graph.reset()
 
 
@@ -105,6 +114,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._memory: CudaMemory | None = None
+        self._tape: CudaTape | None = None  # while work is captured
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
     def session(self) -> Iterator[CudaMemory]:
@@ -119,22 +130,45 @@ class CudaRecorder:
 
     def capture(self, run: Callable[[], T]) -> tuple[T, CudaTape]:
         """Capture ``run``; a failed capture leaves nothing behind, and the first error is the one that is raised."""
-        graph = torch.cuda.CUDAGraph()
+        tape = self._tape = CudaTape()
         collect = gc.isenabled()
         gc.disable()  # a collection would destroy graphs or events of others in the middle of the capture
         try:
-            graph.capture_begin(pool=self._memory.pool, capture_error_mode="thread_local")
+            self._begin()
             self._memory.take_in_one_piece()
             result = run()
-            graph.capture_end()
+            self._end()
         except BaseException:
-            self._abandon(graph)
-            graph.reset()
+            if self._graph is not None:
+                self._abandon(self._graph)
+                self._graph.reset()
+            tape.release()
             raise
         finally:
+            self._tape = self._graph = None
             if collect:
                 gc.enable()
-        return result, CudaTape(graph)
+        return result, tape
+
+    def cut(self, piece: Callable[[], None]) -> None:
+        """Inside a capture: end the graph, note ``piece``, and go on with another graph. Elsewhere: run ``piece``."""
+        if self._tape is None:
+            piece()
+            return
+        self._end()
+        self._tape.append_piece(piece)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._memory.pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # nothing between two pieces
+            self._graph.capture_end()
+        self._tape.append(self._graph)
+        self._graph = None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that has failed, whether torch has ended it or not.

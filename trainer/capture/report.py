@@ -12,10 +12,16 @@ from pathlib import Path
 
 import torch
 
-from detgraph.cfg import REPORT_SCHEMA, CaptureOptions
+from detgraph.cfg import COMMAND_LINE_KEYS, REPORT_SCHEMA, CaptureOptions
 from detgraph.trainer.output import write_whole
 
 SCHEMA = REPORT_SCHEMA
+OWN = "capture_network"  # whose counts are those of the report itself
+
+
+def part_name(key: str) -> str:
+    """Return the name of the part that one of our keys asks for."""
+    return key.removeprefix("capture_")
 
 
 def environment() -> dict[str, str | None]:
@@ -100,11 +106,14 @@ class RecordingCounts:
 class CaptureReport(RecordingCounts):
     """What one fit replayed. Its own counts are the network's, and a step of theirs is one micro-batch.
 
-    A step of ``orthogonalization`` is one optimizer step.
+    Those of the other parts are in ``parts``, by the names that their keys have after ``capture_``; each is an
+    attribute, too. A step of ``orthogonalization`` is one optimizer step.
     """
 
     options: CaptureOptions
-    orthogonalization: RecordingCounts = field(default_factory=RecordingCounts)
+    parts: dict[str, RecordingCounts] = field(
+        default_factory=lambda: {part_name(key): RecordingCounts() for key in COMMAND_LINE_KEYS if key != OWN}
+    )
     memory: dict[str, int] = field(default_factory=dict)
     lent: Counter = field(default_factory=Counter)
     device: str = "cpu"
@@ -121,9 +130,15 @@ class CaptureReport(RecordingCounts):
             self.memory["peak_allocated"] = torch.cuda.max_memory_allocated(self.device)
             self.memory["peak_reserved"] = torch.cuda.max_memory_reserved(self.device)
 
+    def __getattr__(self, name: str) -> RecordingCounts:
+        try:
+            return vars(self)["parts"][name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}") from None
+
     def counts(self, key: str) -> RecordingCounts:
         """Return the counts of what one of our keys asks for."""
-        return {"capture_network": self, "capture_orthogonalization": self.orthogonalization}[key]
+        return self if key == OWN else self.parts[part_name(key)]
 
     def summary(self) -> list[str]:
         """Return the lines that close a fit, one for each capture that was asked for."""
@@ -139,7 +154,7 @@ class CaptureReport(RecordingCounts):
             "schema": SCHEMA,
             "options": self.options.to_dict(),
             **super().to_dict(),
-            "orthogonalization": self.orthogonalization.to_dict(),
+            **{name: counts.to_dict() for name, counts in self.parts.items()},
             "memory_bytes": self.memory,
             "lent": dict(self.lent),
             "device": self.device,

@@ -8,14 +8,12 @@ place (optimizer steps, ``copy_``, ``load_state_dict``) are picked up by the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 
 import torch
 from torch import Tensor, nn
-
-from detgraph.models import objective_blocker
 
 from . import torch_private
 from .guards import Guard, Guards, first_difference, from_to, process_guards, process_obstacle
@@ -66,17 +64,15 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 class Signature(Guards):
-    """What one recording of ``root`` (backbone, neck and head of a model) bakes in.
+    """What one recording of ``root``, modules that compute on ``images``, bakes in.
 
-    ``change(images)`` returns None while a replay would do what the network would do, else a sentence: what changed,
+    ``change(images)`` returns None while a replay would do what the modules would do, else a sentence: what changed,
     from what, to what, on which module or tensor. It holds the objects that it identifies, so that an identity
-    cannot be taken over by a new object at the same address. Changes to ``criterion`` of ``model`` count, because
-    the layout of the outputs is agreed with it. ``reach`` is what the modules keep elsewhere, as it was then.
+    cannot be taken over by a new object at the same address. ``more`` are guards of what calls ``root``. ``reach`` is
+    what the modules keep elsewhere, as it was then.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor) -> None:
-        self.model = model
-        root = model.model
+    def __init__(self, root: nn.Module, images: Tensor, more: Sequence[Guard] = ()) -> None:
         paths = {module: f"model.{path}" if path else "model" for path, module in root.named_modules()}
         self._modules = list(paths)
         self._paths = list(paths.values())
@@ -84,7 +80,8 @@ class Signature(Guards):
         self.reach = Reach(root)
         super().__init__([
             *self._input_guards(),
-            *self._context_guards(images.device.type),
+            *process_guards(images.device.type),
+            *more,
             *self._module_guards(),
             *self._tensor_guards(),
         ])  # fmt: skip
@@ -111,22 +108,6 @@ class Signature(Guards):
             guard("strides", Tensor.stride),
             guard("requires_grad", attrgetter("requires_grad")),
         ]
-
-    def _context_guards(self, device_type: str) -> list[Guard]:
-        guards = process_guards(device_type)
-        model = self.model
-
-        def objective() -> object:
-            """Return what upstream shipped as the objective's class, or in words how the objective differs from it."""
-            criterion = getattr(model, "criterion", None)
-            return objective_blocker(model) or (built if criterion is None else type(criterion))
-
-        # The objective is built during the first step, so None may become what the model itself would build.
-        built = type(model.init_criterion())
-        shown = from_to("objective")
-        guards.append(Guard("objective", objective, lambda old, new: new if isinstance(new, str) else shown(old, new)))
-        guards.append(Guard("saved layer indices", lambda: list(model.save), from_to("saved layer indices")))
-        return guards
 
     def _module_guards(self) -> list[Guard]:
         modules, paths = self._modules, self._paths
@@ -202,9 +183,7 @@ class Signature(Guards):
         def several_hooked() -> bool:
             return sum(map(has_hooks, parameters)) > 1
 
-        model = self.model
         return [
-            Guard("network", lambda: id(model.model), lambda baked, now: "the network (model.model) was replaced"),
             Guard("module classes", lambda: list(map(type, modules)), kind_of),
             Guard("contents of attributes", kept.reader(), content),
             Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),

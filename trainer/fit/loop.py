@@ -1,4 +1,4 @@
-"""Upstream's loop, one Lightning hook at a time. Imported when a fit starts, since it needs Lightning."""
+"""An epoch of upstream's loop, one Lightning hook at a time. Imported when a fit starts, since it needs Lightning."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ultralytics.utils.torch_utils import unwrap_model
 
 from detgraph.trainer.capture.lending import tensor_attributes
 
-from .eligibility import split_blocker
 from .loggers import EpochScalars, log
 from .under_lightning import LoopError, NoOptimizer, restore_signals, unwarned
 
 if TYPE_CHECKING:
-    from .trainer import EpochBatches, LightningDetectionTrainer, LoopState
+    from .epoch import EpochBatches, LoopState
+    from .trainer import LightningDetectionTrainer
 
 
 def guarded(hook: Callable) -> Callable:
@@ -47,8 +47,7 @@ class RecordingEnds(pl.Callback):
         self.upstream = upstream
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        holders = self.upstream.network_step, self.upstream.orthogonalization
-        assert not any(holder.recorded for holder in holders), "a recording outlived its fit"
+        assert not self.upstream.step.recorded, "a recording outlived its fit"
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.upstream.drop_recordings()
@@ -137,16 +136,16 @@ class DetectionModule(pl.LightningModule):
                 group["momentum"] = float(np.interp(ni, ramp, [t.args.warmup_momentum, t.args.momentum]))
 
     def training_step(self, batch: dict, batch_idx: int) -> Tensor:
+        """Return the loss of one batch, with its items and their running mean where upstream keeps them.
+
+        The step itself, with its backward and the optimizer's, is `step.TrainingStep`.
+        """
         t = self.upstream
-        if t.network_step.model is not t.model:
+        if t.step.network.model is not t.model:
             t.follow_model()
         with engine.autocast(torch.bfloat16 if t.args.amp == "bf16" else t.amp, device=t.device.type):
             batch = self.batch = t.preprocess_batch(batch)
-            if blocker := split_blocker(t.model):
-                loss, t.loss_items = t.network_step.whole(batch, blocker)
-            else:
-                predictions = t.network_step(batch["img"])
-                loss, t.loss_items = unwrap_model(t.model).loss(batch, predictions)
+            loss, t.loss_items = t.step.forward(batch)
             t.loss = loss.sum()
             if not t.loss_names:
                 t.loss_names = tuple(t.loss_items)
@@ -160,8 +159,7 @@ class DetectionModule(pl.LightningModule):
         return t.loss
 
     def backward(self, loss: Tensor) -> None:
-        self.upstream.scaler.scale(loss).backward()
-        self.upstream.network_step.after_backward()
+        self.upstream.step.backward(loss)
 
     @guarded
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, closure: Callable) -> None:
@@ -177,8 +175,7 @@ class DetectionModule(pl.LightningModule):
         state.micro_batches += 1
         ni = batch_idx + state.batches * state.epoch
         if ni - state.last_opt_step >= t.accumulate:
-            with t.orthogonalization.step(t.optimizer):
-                t.optimizer_step()
+            t.step.update()
             state.last_opt_step = ni
             if t.args.time:
                 t.stop = (time.time() - t.train_time_start) > t.args.time * 3600
@@ -250,7 +247,7 @@ class DetectionModule(pl.LightningModule):
         if final_epoch and not t.args.time:
             t.drop_recordings()
         elif not (plots and t.stopper.possible_stop):
-            return t.network_step.lend("validation", self._survivors_of_validation)
+            return t.step.network.memory.lend("validation", self._survivors_of_validation)
         return nullcontext()
 
     def _survivors_of_validation(self) -> Iterator[Tensor]:

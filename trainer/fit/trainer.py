@@ -1,19 +1,16 @@
 """Upstream's detection trainer with its loop run by Lightning.
 
 Everything around the loop is upstream's and stays untouched: set-up, every optimizer step, validation, checkpoints,
-the ends. What is here is the order in which upstream's loop calls them, spread over Lightning's hooks (`module.py`).
+the ends. What is here is what comes before, between and after epochs. An epoch is in `loop`, a step in `step`.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from ultralytics.engine import trainer as engine  # names of its own that a program may replace, such as TQDM
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import DEFAULT_CFG, LOGGER, RANK
 
@@ -28,12 +25,15 @@ from detgraph.cfg import (
 )
 from detgraph.patches.route_train import chosen_options
 from detgraph.trainer.capture.report import CaptureReport, is_report
+from detgraph.trainer.parts import spec
 
-from .eligibility import loop_blocker, network_step_for, orthogonalization_for
+from .assemble import assemble, build_part
+from .eligibility import loop_blocker
+from .epoch import EpochBatches, LoopState
+from .step import TrainingStep
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
 MAX_OUT_OF_MEMORY_RETRIES = 3
-ENDLESS = 2**62  # batches; a number that floats have, too
 MEMORY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR", "unable to find an engine")
 
 
@@ -43,61 +43,6 @@ class BatchTooLarge(Exception):
     def __init__(self, out_of_memory: bool) -> None:
         super().__init__()
         self.out_of_memory = out_of_memory
-
-
-@dataclass
-class LoopState:
-    """Where upstream's loop stands; lives as long as the fit, across Lightning trainers.
-
-    ``batches`` per epoch; ``warmup`` in batches; ``accumulate`` is the nominal count that warm-up ramps up to;
-    ``micro_batches`` counts the batches that Lightning ran.
-    """
-
-    epoch: int
-    batches: int
-    warmup: int
-    accumulate: int
-    mosaic_closed: bool
-    last_opt_step: int = -1
-    micro_batches: int = 0
-
-
-class EpochBatches:
-    """Upstream's train loader under its progress bar, as the sized iterable that Lightning wants.
-
-    An epoch ends when the loader does, as upstream's ``for`` loop does: its length, which upstream asks for once, says
-    nothing. Without any length Lightning would fetch a batch ahead, before the step that comes first.
-
-    ``begin`` iterates the loader and shows the bar; Lightning may have begun to iterate before, which touches neither.
-    ``finish`` ends the epoch the way a ``for`` loop would: run out after the last batch, closed after an early stop.
-    """
-
-    def __init__(self, trainer: DetectionTrainer) -> None:
-        self.trainer = trainer
-        self.bar: engine.TQDM | None = None
-        self._epoch: Iterator | None = None
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __iter__(self) -> Iterator:
-        self._epoch = self._run()
-        return self._epoch
-
-    def begin(self) -> None:
-        self.bar = engine.TQDM(enumerate(self.trainer.train_loader), total=self.trainer.loop_state.batches)
-
-    def _run(self) -> Iterator:
-        for _, batch in self.bar:
-            yield batch
-
-    def finish(self, early: bool) -> None:
-        epoch, self._epoch = self._epoch, None
-        if epoch is None:
-            return
-        if not early:
-            next(epoch, None)
-        epoch.close()
 
 
 class LightningDetectionTrainer(DetectionTrainer):
@@ -129,7 +74,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         self.capture = given or CaptureOptions()
         check_contradictions(self.capture, vars(self.args))
         self.capture_report: CaptureReport | None = None
-        self.network_step = self.orthogonalization = None
+        self.step: TrainingStep | None = None
         self._told_unwritten = False
 
     def train(self) -> None:
@@ -156,15 +101,14 @@ class LightningDetectionTrainer(DetectionTrainer):
             finally:
                 self._close_report()
         self._setup_train()
-        # Importing Lightning takes seconds, which `results.csv` and `time=` must not count: before the clock starts.
-        # `fitting` comes first, since it keeps the generators.
-        from . import under_lightning as fitting  # noqa: F401
-
         self._run_loop(self._begin())
         return None
 
     def _lightning_blocker(self) -> str | None:
-        """Return why the installed Lightning cannot run our loop, or None. Imports it."""
+        """Return why the installed Lightning cannot run our loop, or None.
+
+        Imports it, which takes seconds, and `results.csv` and `time=` must not count them: before the clock starts.
+        """
         try:
             from .under_lightning import lightning_blocker
         except ImportError as error:
@@ -203,15 +147,10 @@ class LightningDetectionTrainer(DetectionTrainer):
             self.capture_report.start(self.device)
         try:
             while True:
-                self.network_step, blocker = network_step_for(self)
-                if blocker:
-                    self._say_not_in_force(blocker, "capture_network")
-                self.orthogonalization, blocker = orthogonalization_for(self)
-                if blocker:
-                    self._say_not_in_force(blocker, "capture_orthogonalization")
+                self.step = assemble(self, self._refused)
                 batches = EpochBatches(self)
                 try:
-                    with self.orthogonalization.in_force():
+                    with self.step.in_force():
                         fit(DetectionModule(self, state, batches), batches, self.device, [RecordingEnds(self)])
                     break
                 except BatchTooLarge as error:
@@ -240,19 +179,15 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def follow_model(self) -> None:
         """Go on with the model that somebody has put in the place of the fit's: a pruned one, a copy."""
-        if self.network_step.recorded:
+        if self.step.network.recorded:
             self.capture_report.retire("trainer.model was replaced")
-        self.network_step.drop()
-        self.network_step, blocker = network_step_for(self)
-        if blocker:
-            self._say_not_in_force(blocker, "capture_network")
+        self.step.network.drop()
+        self.step.parts["network"] = build_part(self, spec("network"), self._refused)
 
     def drop_recordings(self) -> None:
-        """Give up what is recorded, if anything; each holder, whatever becomes of the other. May be called again."""
-        with ExitStack() as drops:
-            for holder in (self.network_step, self.orthogonalization):
-                if holder is not None:
-                    drops.callback(holder.drop)
+        """Give up what is recorded, if anything. May be called again."""
+        if self.step is not None:
+            self.step.drop()
 
     def batch_too_large(self, error: RuntimeError) -> BatchTooLarge | None:
         """Return the request for a smaller batch that upstream's rule allows for ``error``, or None to re-raise it."""
@@ -287,8 +222,11 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def progress_string(self) -> str:
         """Upstream's header, with our column when the network's capture was asked for and this loop runs."""
-        ours = f"{'Replayed':>11}" if self.network_step is not None and self.capture.network else ""
+        ours = f"{'Replayed':>11}" if self.step is not None and self.capture.network else ""
         return super().progress_string() + ours
+
+    def _refused(self, key: str, blocker: str) -> None:
+        self._say_not_in_force(blocker, key)
 
     def _say_not_in_force(self, blocker: str, key: str | None = None) -> None:
         """Note and say why what ``key`` asks for is not done; without a key, why nothing that was asked for is."""

@@ -23,7 +23,7 @@ from ultralytics.optim import muon
 
 from detgraph.trainer.capture import torch_private
 from detgraph.trainer.fit.trainer import LightningDetectionTrainer
-from detgraph.trainer.parts.network import EagerNetworkStep
+from detgraph.trainer.parts.network import NetworkStep
 
 from .report import DATA, EMA, FORWARD, LOOP, OPTIMIZER, ORTHOGONALIZATION, PREPROCESS, WHOLE
 
@@ -126,7 +126,7 @@ class Operations(torch_private.DispatchMode):
 class TimedNetworkStep:
     """A network step whose calls are phases; everything else is the network step's own."""
 
-    def __init__(self, step: EagerNetworkStep, clock: Clock) -> None:
+    def __init__(self, step: NetworkStep, clock: Clock) -> None:
         self._step = step
         self._forward, self.whole = clock.timed(FORWARD, step.__call__), clock.timed(WHOLE, step.whole)
 

@@ -20,22 +20,23 @@ from torch.profiler import ProfilerActivity, profile
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions, check_contradictions
 from detgraph.trainer.capture.report import CaptureReport
-from detgraph.trainer.fit.eligibility import network_step_for, orthogonalization_for
+from detgraph.trainer.fit.assemble import assemble
+from detgraph.trainer.fit.epoch import EpochBatches, LoopState
 from detgraph.trainer.fit.loop import DetectionModule, RecordingEnds, guarded
-from detgraph.trainer.fit.trainer import BatchTooLarge, EpochBatches, LightningDetectionTrainer, LoopState
+from detgraph.trainer.fit.step import TrainingStep
+from detgraph.trainer.fit.trainer import BatchTooLarge, LightningDetectionTrainer
 from detgraph.trainer.fit.under_lightning import fit
-from detgraph.trainer.parts.network import EagerNetworkStep
-from detgraph.trainer.parts.orthogonalization import EagerOrthogonalization
+from detgraph.trainer.parts import PARTS
 
 from .clock import Clock, Operations, TimedNetworkStep, Times, device_work, watched
 from .report import BACKWARD, DATA, GIVEN_UP, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
 from .words import LookError, one_line
 
-# Name and our keys of each way to run the fit. The first is the fit as it is, and the one that is looked into.
+# Name and our keys of each way to run the fit: as it is, which is the one that is looked into, and then with one part
+# after another captured, too.
 ARMS: tuple[tuple[str, dict], ...] = (
     ("eager", {}),
-    ("replay", {"capture_network": True}),
-    ("both", {"capture_network": True, "capture_orthogonalization": True}),
+    *((last.arm, {part.key: True for part in PARTS[:count]}) for count, last in enumerate(PARTS, 1)),
 )
 
 WARM_UP_STEPS = 3  # allocations, choice of algorithms, the first update's optimizer state, a recording
@@ -175,14 +176,14 @@ def look(trainer: LightningDetectionTrainer, seconds: float, tell: Callable[[str
     state.warmup = 0  # learning rates and accumulation as after the warm-up, which is most of a fit
     trainer.args.time = None
     arms = [_arm(trainer, name, keys) for name, keys in ARMS]
-    share = seconds / sum(holders is not None for _, _, holders in arms)
-    for arm, report, holders in arms:
-        if holders is None:
+    share = seconds / sum(step is not None for _, _, step in arms)
+    for arm, report, step in arms:
+        if step is None:
             continue
         tell(f"measuring {arm.name}, about {share:.0f} s")
         trainer.capture, trainer.capture_report = report.options, report
         try:
-            _measure(trainer, state, arm, holders, share)
+            _measure(trainer, state, arm, step, share)
         except BatchTooLarge:
             if arm is arms[0][0]:
                 raise
@@ -191,37 +192,37 @@ def look(trainer: LightningDetectionTrainer, seconds: float, tell: Callable[[str
     for arm, _, _ in arms:
         if arm.ran:
             tell(f"profiling {arm.name}")
-            _, _, holders = _arm(trainer, arm.name, arm.capture)
+            _, _, step = _arm(trainer, arm.name, arm.capture)
             sections = profile_plan(trainer)
             with suppress(BatchTooLarge):  # then what the device does is not known
-                _run(trainer, state, holders, sections)
+                _run(trainer, state, step, sections)
                 arm.phases = with_work(arm.phases, sections["profile"], state.accumulate)
     return [arm for arm, _, _ in arms]
 
 
-Holders = tuple[EagerNetworkStep, EagerOrthogonalization]
-
-
-def _arm(trainer: LightningDetectionTrainer, name: str, keys: dict) -> tuple[Arm, CaptureReport, Holders | None]:
-    """Return an arm, its report, and what its recordings are held by, which is None where the arm cannot run."""
+def _arm(trainer: LightningDetectionTrainer, name: str, keys: dict) -> tuple[Arm, CaptureReport, TrainingStep | None]:
+    """Return an arm, its report, and its step, which is None where the arm cannot run."""
     options = CaptureOptions(**keys)
     arm, report = Arm(name, keys), CaptureReport(options)
     trainer.capture, trainer.capture_report = options, report
     try:
         check_contradictions(options, vars(trainer.args))
-        (step, blocked), (orthogonalization, also_blocked) = network_step_for(trainer), orthogonalization_for(trainer)
-        arm.blocked = blocked or also_blocked
+        blocked: list[str] = []
+        step = assemble(trainer, lambda key, reason: blocked.append(reason))
+        arm.blocked = next(iter(blocked), None)
     except CaptureOptionError as error:
         arm.blocked = str(error).rstrip(".")
-    return arm, report, None if arm.blocked else (step, orthogonalization)
+    return arm, report, None if arm.blocked else step
 
 
-def _run(trainer: LightningDetectionTrainer, state: LoopState, holders: Holders, sections: dict[str, Section]) -> None:
+def _run(
+    trainer: LightningDetectionTrainer, state: LoopState, step: TrainingStep, sections: dict[str, Section]
+) -> None:
     """Run one fit, its sections one after another; recordings are gone afterwards, and peaks of memory taken."""
-    step, orthogonalization = holders
     cuda, report = trainer.device.type == "cuda", trainer.capture_report
     clock = Clock((lambda: torch.cuda.synchronize(trainer.device)) if cuda else lambda: None)
-    trainer.network_step, trainer.orthogonalization = TimedNetworkStep(step, clock), orthogonalization
+    step.parts["network"] = TimedNetworkStep(step.network, clock)
+    trainer.step = step
     trainer.optimizer.zero_grad()
     trainer._clear_memory()
     state.last_opt_step = -1
@@ -229,7 +230,7 @@ def _run(trainer: LightningDetectionTrainer, state: LoopState, holders: Holders,
     patched = report.options.capture_orthogonalization  # the function is ours then, and no wrapper may come before it
     counts = any(section.operations is not None for section in sections.values())
     counting = Operations(clock) if counts else nullcontext()
-    with watched(trainer, clock, orthogonalization=not patched), orthogonalization.in_force(), counting:
+    with watched(trainer, clock, orthogonalization=not patched), step.in_force(), counting:
         module = LookModule(trainer, state, clock, list(sections.values()))
         try:
             fit(module, module.batches, trainer.device, [RecordingEnds(trainer)])
@@ -238,10 +239,12 @@ def _run(trainer: LightningDetectionTrainer, state: LoopState, holders: Holders,
     report.stop()
 
 
-def _measure(trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, holders: Holders, seconds: float) -> None:
+def _measure(
+    trainer: LightningDetectionTrainer, state: LoopState, arm: Arm, step: TrainingStep, seconds: float
+) -> None:
     """Run one arm as one fit and note what came out."""
-    report, sections = trainer.capture_report, plan(trainer, state.accumulate, holders[0], seconds)
-    _run(trainer, state, holders, sections)
+    report, sections = trainer.capture_report, plan(trainer, state.accumulate, step, seconds)
+    _run(trainer, state, step, sections)
     steps = sections["steps"]
     arm.steps_ms = [round(sum(ms.values()), DIGITS) for ms, _ in steps.steps]
     arm.step_ms = steps.median(lambda ms, host_ms: sum(ms.values()))
@@ -265,9 +268,7 @@ def recordings(report: CaptureReport) -> tuple[float, str | None]:
     return round(sum(sum(counts.seconds.values()) for counts in captures), DIGITS), next(notes, None)
 
 
-def plan(
-    trainer: LightningDetectionTrainer, accumulate: int, step: EagerNetworkStep, seconds: float
-) -> dict[str, Section]:
+def plan(trainer: LightningDetectionTrainer, accumulate: int, step: TrainingStep, seconds: float) -> dict[str, Section]:
     """Return the sections of an arm by name, in order.
 
     On a CPU the host does the work itself, so the steps tell the phases as well. On CUDA the phases are measured in
@@ -277,7 +278,7 @@ def plan(
     prefetched = loader.num_workers * (loader.prefetch_factor or 0)  # batches that were ready before they were needed
 
     def ready(done: int) -> bool:
-        recording = step.recorded or trainer.capture_report.blocked or not trainer.capture.enabled
+        recording = step.network.recorded or trainer.capture_report.blocked or not trainer.capture.enabled
         return bool(recording) and done >= prefetched
 
     window = accumulate * -(-max(loader.num_workers, 1) // accumulate)
