@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from detgraph.cfg import CaptureOptionError
-from detgraph.trainer.cli import COMMANDS, read_command_line, upstream_command
+from detgraph.trainer.cli import COMMANDS
+from detgraph.trainer.command_line import read_command_line, upstream_command
 from helpers import ROOT
 
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "records")

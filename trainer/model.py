@@ -11,6 +11,9 @@ from ultralytics.utils import LOGGER
 from detgraph.cfg import as_words, check_contradictions, merge_options, refuse_outside_training, split_options
 from detgraph.patches import route_train
 
+from .fit.asked import known_keys
+from .routing import route
+
 
 class CaptureKeys:
     """Accepts our keys and `capture_options` where they mean something, and refuses them where they do not.
@@ -29,7 +32,7 @@ class CaptureKeys:
         Raises:
             CaptureOptionError: Before any work, for a value, a name or a combination that is not allowed.
         """
-        return route_train.route(self, route_train.unpatched_train(), trainer, kwargs)
+        return route(self, route_train.unpatched_train(), trainer, kwargs)
 
     def tune(self, use_ray: bool = False, iterations: int = 300, *args: Any, **kwargs: Any) -> Any:
         """Tune as upstream does. The trainings of a search run upstream's own command line or workers: eagerly.
@@ -37,7 +40,7 @@ class CaptureKeys:
         Raises:
             CaptureOptionError: Before any work, for a value, a name or a combination that is not allowed.
         """
-        ours, rest = split_options(kwargs, route_train.known_keys())
+        ours, rest = split_options(kwargs, known_keys())
         options = merge_options(ours)
         check_contradictions(options, rest)
         if options is not None and options.enabled:
@@ -102,6 +105,6 @@ _RELATIVES = {ultralytics.YOLOWorld: YOLOWorld, ultralytics.YOLOE: YOLOE, ultral
 
 
 def _refuse(mode: str, kwargs: Mapping[str, Any]) -> None:
-    ours, _ = split_options(kwargs, route_train.known_keys())
+    ours, _ = split_options(kwargs, known_keys())
     merge_options(ours)  # a value that is not allowed is said first
     refuse_outside_training(ours, mode)

@@ -14,9 +14,10 @@ from ultralytics.utils import LOGGER, YAML, callbacks
 
 from detgraph import patches
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.patches.route_train import ambient_options
 from detgraph.trainer import LightningDetectionTrainer
-from detgraph.trainer.cli import COMMANDS, main, read_command_line
+from detgraph.trainer.cli import COMMANDS, main
+from detgraph.trainer.command_line import read_command_line
+from detgraph.trainer.fit.asked import ambient_options
 
 STOCK_TRAIN = Model.train
 ON, OFF, VERIFY = (CaptureOptions(capture_network=value) for value in (True, False, "verify"))

@@ -8,9 +8,9 @@ import pytest
 from ultralytics.utils import DEFAULT_CFG_DICT, LOGGER, YAML
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.patches import route_train
 from detgraph.trainer import YOLO, LightningDetectionTrainer
 from detgraph.trainer.cli import main, read_command_line
+from detgraph.trainer.routing import route
 
 REMEMBERED = CaptureOptions(capture_network=True, capture_orthogonalization=True, max_recordings=2)
 
@@ -40,7 +40,7 @@ def read(line):
 
 def routed(**kwargs):
     """Return what upstream's train would have been given by a call in Python."""
-    return route_train.route(YOLO("yolo26n.yaml"), lambda model, **rest: rest, None, kwargs)
+    return route(YOLO("yolo26n.yaml"), lambda model, **rest: rest, None, kwargs)
 
 
 def test_a_command_line_has_the_runs_capture(run, logged):

@@ -29,7 +29,7 @@ FAULTS = {
     "mutation": ("trainer/capture/gradients.py", "if adopters:", "if False:", ["-k", "probe or accumul", "-x"]),
     "parity": ("trainer/fit/loop.py", ">= t.accumulate", "> t.accumulate", ["-k", "same_bytes and musgd", "-x"]),
     "goldens": ("tests/goldens/cpu_fp32_adamw.json", '"losses": ["0x1.', '"losses": ["0x1.f', ["-k", "adamw", "-x"]),
-    "compat": ("trainer/cli.py", 'mode == "train"', 'mode == "val"', ["-k", "test_cli", "-x"]),
+    "compat": ("trainer/command_line.py", 'mode == "train"', 'mode == "val"', ["-k", "test_cli", "-x"]),
     "wheel": ("setup.cfg", "detgraph.patches = series\n", "", ["-x"]),
     "accelerator": ("README.md", "make demo", "make demo", ["-x"]),
 }  # fmt: skip

@@ -13,8 +13,9 @@ from ultralytics.utils import LOGGER, callbacks
 
 from detgraph import patches
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.patches import route_train
 from detgraph.trainer import YOLO, LightningDetectionTrainer
+from detgraph.trainer.fit.asked import ambient_options
+from detgraph.trainer.routing import route
 
 ON = CaptureOptions(capture_network=True)
 
@@ -58,7 +59,7 @@ def routed(model, trainer=None, **kwargs):
     def upstream_train(model, trainer=None, **kwargs):
         return SimpleNamespace(model=model, trainer=trainer, kwargs=kwargs)
 
-    return route_train.route(model, upstream_train, trainer, kwargs)
+    return route(model, upstream_train, trainer, kwargs)
 
 
 def started(model, **kwargs):
@@ -88,12 +89,12 @@ def test_stock_detection_goes_to_our_trainer(model, warnings_logged):
 
 
 def test_command_line_options_are_ambient_and_arguments_win(model):
-    token = route_train.ambient_options.set(ON)
+    token = ambient_options.set(ON)
     try:
         assert routed(model).kwargs == {"capture_options": ON}
         assert routed(model, capture_network=False).kwargs == {"capture_options": CaptureOptions()}
     finally:
-        route_train.ambient_options.reset(token)
+        ambient_options.reset(token)
 
 
 def test_a_users_trainer_stays(model, warnings_logged):
@@ -166,7 +167,7 @@ def test_keys_in_a_yaml_file(model, tmp_path):
             seen.append((kwargs.pop("cfg"), yaml.safe_load(f), kwargs))
 
     def train(**kwargs):
-        route_train.route(model, upstream_train, None, {"cfg": str(cfg), **kwargs})
+        route(model, upstream_train, None, {"cfg": str(cfg), **kwargs})
         return seen.pop()
 
     path, content, kwargs = train()
@@ -254,12 +255,12 @@ def test_several_data_sets_with_a_trainer_or_a_callback_train_in_this_process(da
 def test_no_second_route_when_the_patch_is_applied_too(data, tmp_path, warnings_logged, kwargs, warnings):
     """The command line asked for the capture, too: a second pass would read that again, and over the arguments."""
     patches.apply()
-    token = route_train.ambient_options.set(ON)
+    token = ambient_options.set(ON)
     try:
         asked = {"trainer": DetectionTrainer, "data": data, "project": str(tmp_path / "runs"), **kwargs}
         (trainer,) = started(YOLO("yolo26n.yaml"), **asked)
     finally:
-        route_train.ambient_options.reset(token)
+        ambient_options.reset(token)
     assert type(trainer) is DetectionTrainer
     assert len([text for text in warnings_logged if "not in force" in text]) == warnings
 

@@ -23,10 +23,10 @@ from detgraph.cfg import (
     remembered_options,
     split_options,
 )
-from detgraph.patches.route_train import chosen_options
 from detgraph.trainer.capture.report import CaptureReport, is_report
 from detgraph.trainer.parts import spec
 
+from .asked import chosen_options
 from .assemble import assemble, build_part
 from .eligibility import loop_blocker
 from .epoch import EpochBatches, LoopState

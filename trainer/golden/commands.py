@@ -83,12 +83,12 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
             raise GoldenError(f"the stock fit ended with status {status}; what it said is above.")
         seen = status == 0
     else:
-        from detgraph.trainer.cli import main as yolo
+        from detgraph.trainer.command_line import run
 
         records = []
         try:
             with golden_record.recording(out, golden_record.parse_detail(detail)) as records:
-                yolo(words)
+                run(words)
         except GoldenError:
             raise
         except Exception as e:  # what it says, as training does; the status is ours

@@ -31,7 +31,7 @@ from detgraph.cfg import COMMAND_LINE_KEYS
 from detgraph.patches import route_train
 from detgraph.patches.registry import Patch
 from detgraph.trainer.capture.report import environment
-from detgraph.trainer.cli import merged_words, read_command_line, run_upstream
+from detgraph.trainer.command_line import merged_words, read_command_line, run_upstream
 from detgraph.trainer.fit.eligibility import loop_blocker
 from detgraph.trainer.fit.trainer import BatchTooLarge, LightningDetectionTrainer
 
