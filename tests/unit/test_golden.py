@@ -27,7 +27,7 @@ from ..goldens import goldens
 PARAMETER = "model.4.cv2.conv.weight"
 ULP = ["ulp", {"step": 5, "parameter": PARAMETER, "element": 7}]
 RAISES = ["raise_at", {"event": "on_train_batch_start", "number": 4, "error": "RuntimeError"}]
-ARGS = {**goldens.BASE, "epochs": 2, "lr0": 0.01, "device": "cpu"}
+ARGS = {**goldens.BASE, "optimizer": "SGD", "epochs": 2, "lr0": 0.01, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_full_disk_is_refused_first(tmp_path, capsys) -> None:
 @pytest.mark.parametrize("stock", [[], ["--stock"]])
 def test_a_golden_that_cannot_be_written_in_the_end_is_named_with_the_reason(tmp_path, make_dataset, stock) -> None:
     """The disk that filled meanwhile: the fit is no failure, and no file is named that is not there."""
-    args = {**ARGS, "epochs": 1, "optimizer": "SGD", "project": tmp_path, "name": "fit"}
+    args = {**ARGS, "epochs": 1, "project": tmp_path, "name": "fit"}
     args["data"] = make_dataset(tmp_path / "data", 4, 2)
     out = tmp_path / "out.json"
     out.with_name("out.json.part").mkdir()  # where the draft goes
