@@ -125,7 +125,7 @@ def _collect(record: dict, running: dict[Future, tuple[str, str]], path: Path) -
 
 def idle(record: dict, name: str, job: dict) -> str | None:
     """Return a complaint about an arm that was to replay and did so in less than 0.9 of the steps that could be."""
-    from detgraph.trainer.network import OTHER_SHAPE
+    from detgraph.trainer.parts.network import OTHER_SHAPE
 
     words = dict(word.split("=", 1) for word in (*record["words"], *record["arms"][name][1:]))
     if words.get("capture_network", "False").lower() == "false" or not record["environment"]["gpu"]:

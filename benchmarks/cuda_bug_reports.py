@@ -21,10 +21,10 @@ from contextlib import contextmanager
 import torch
 from cuda_parity import Bench, Case, Result, recorder, synchronize
 
-from detgraph.trainer.gradients import ReusedGradients
-from detgraph.trainer.network import OTHER_SHAPE
-from detgraph.trainer.signature import Signature
-from detgraph.trainer.state import NetworkState
+from detgraph.trainer.capture.gradients import ReusedGradients
+from detgraph.trainer.capture.signature import Signature
+from detgraph.trainer.capture.state import NetworkState
+from detgraph.trainer.parts.network import OTHER_SHAPE
 
 CUDA = torch.cuda.is_available()
 HALF = "bf16" if CUDA else "fp32"  # upstream has no BF16 on a CPU, where this script is only tried

@@ -24,14 +24,14 @@ import torch
 
 from detgraph.cfg import CaptureOptions
 from detgraph.trainer import LightningDetectionTrainer
-from detgraph.trainer import digests as d
-from detgraph.trainer.eligibility import nominal_shape
-from detgraph.trainer.loop import EpochBatches, LoopState
-from detgraph.trainer.module import DetectionModule
-from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
-from detgraph.trainer.orthogonalization import NOTHING_TO_DO, EagerOrthogonalization, GraphedOrthogonalization
-from detgraph.trainer.recorders import CudaRecorder
-from detgraph.trainer.report import CaptureReport, environment
+from detgraph.trainer.capture.recorders import CudaRecorder
+from detgraph.trainer.capture.report import CaptureReport, environment
+from detgraph.trainer.fit.eligibility import nominal_shape
+from detgraph.trainer.fit.loop import DetectionModule
+from detgraph.trainer.fit.trainer import EpochBatches, LoopState
+from detgraph.trainer.golden import digests as d
+from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
+from detgraph.trainer.parts.orthogonalization import NOTHING_TO_DO, EagerOrthogonalization, GraphedOrthogonalization
 
 CUDA = torch.cuda.is_available()
 AMP = {"fp32": False, "fp16": "fp16", "bf16": "bf16"}

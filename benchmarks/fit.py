@@ -18,7 +18,7 @@ from sittings import HERE, capture_keys, write_record
 
 def load_digests():
     """Load the digest functions by path: the upstream arm must not import the package."""
-    spec = importlib.util.spec_from_file_location("fit_digests", HERE.parent / "trainer" / "digests.py")
+    spec = importlib.util.spec_from_file_location("fit_digests", HERE.parent / "trainer" / "golden" / "digests.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -108,7 +108,7 @@ def make_trainer(kind: str, args: dict, callbacks: dict):
         return DetectionTrainer(overrides=args, _callbacks=callbacks)
     import lightning.pytorch  # noqa: F401
 
-    import detgraph.trainer.module  # noqa: F401
+    import detgraph.trainer.fit.loop  # noqa: F401
     from detgraph.trainer import LightningDetectionTrainer
 
     options = {key: args.pop(key) for key in capture_keys() & set(args)}

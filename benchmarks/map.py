@@ -47,11 +47,11 @@ from ultralytics.cfg import parse_key_value_pair
 from ultralytics.utils import LOGGER
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.trainer import digests as d
-from detgraph.trainer.eligibility import network_step_for, orthogonalization_for
-from detgraph.trainer.loop import EpochBatches, LoopState
-from detgraph.trainer.module import DetectionModule
-from detgraph.trainer.report import CaptureReport
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.fit.eligibility import network_step_for, orthogonalization_for
+from detgraph.trainer.fit.loop import DetectionModule
+from detgraph.trainer.fit.trainer import EpochBatches, LoopState
+from detgraph.trainer.golden import digests as d
 
 ARMS = ("eager:capture_network=False", "replay:capture_network=True")
 NETWORKS = (("yolo26n", "bf16"), ("yolo26s", "bf16"), ("yolo26m", "bf16"), ("yolo26n", "fp16"), ("yolo26n", "fp32"))

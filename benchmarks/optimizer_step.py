@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from cuda_parity import CUDA, Bench, Case, synchronize
 
-from detgraph.trainer.report import environment
+from detgraph.trainer.capture.report import environment
 
 STEPS = 4
 

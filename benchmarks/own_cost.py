@@ -19,10 +19,10 @@ import lightning.pytorch as pl
 import torch
 from cuda_parity import CUDA, Bench, Case
 
-from detgraph.trainer.fitting import fit
-from detgraph.trainer.loop import EpochBatches, LoopState
-from detgraph.trainer.module import DetectionModule
-from detgraph.trainer.report import environment
+from detgraph.trainer.capture.report import environment
+from detgraph.trainer.fit.loop import DetectionModule
+from detgraph.trainer.fit.trainer import EpochBatches, LoopState
+from detgraph.trainer.fit.under_lightning import fit
 
 LOOP_STEPS = 1500
 

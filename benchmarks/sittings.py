@@ -179,7 +179,7 @@ def environment() -> dict:
     """Return the report's environment, and what a timing needs besides: driver, cores, torch's build, commit."""
     import torch
 
-    from detgraph.trainer import report
+    from detgraph.trainer.capture import report
 
     versions = report.environment()
     driver = None

@@ -35,7 +35,7 @@ class Banned(importlib.abc.MetaPathFinder):
 
 
 def load_digests():
-    spec = importlib.util.spec_from_file_location("arm_digests", HERE.parent / "trainer" / "digests.py")
+    spec = importlib.util.spec_from_file_location("arm_digests", HERE.parent / "trainer" / "golden" / "digests.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

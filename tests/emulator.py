@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from detgraph.trainer.lending import Memory
+from detgraph.trainer.capture.lending import Memory
 
 T = TypeVar("T")
 HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::unique_dim"}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ultralytics.engine.trainer import BaseTrainer
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer.orthogonalization import GraphedOrthogonalization
-from detgraph.trainer.report import CaptureReport, RecordingCounts
+from detgraph.trainer.capture.report import CaptureReport, RecordingCounts
+from detgraph.trainer.parts.orthogonalization import GraphedOrthogonalization
 from emulator import EmulatingRecorder
 from steps import Twin, build_optimizer, make_model, snapshot
 

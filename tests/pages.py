@@ -103,7 +103,7 @@ def wrong_words(words: list[str]) -> list[str]:
 
 
 def wrong_golden_words(words: list[str]) -> list[str]:
-    from detgraph.trainer.golden import _parser
+    from detgraph.trainer.golden.commands import _parser
 
     class Refused(Exception):
         pass

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from ultralytics.utils.loss import E2ELoss
 
-from detgraph.trainer.guards import Guards
+from detgraph.trainer.capture.guards import Guards
 from steps import Event, Fit, Wrapped, make_batch
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer.network import GraphedNetworkStep
-from detgraph.trainer.report import CaptureReport
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.parts.network import GraphedNetworkStep
 from emulator import EmulatingRecorder
 from steps import make_model
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 import torch
 
-from detgraph.trainer import network, recording
-from detgraph.trainer.gradients import ReusedGradients
-from detgraph.trainer.network import GraphedNetworkStep
-from detgraph.trainer.recording import Recording
-from detgraph.trainer.signature import Signature
-from detgraph.trainer.state import NetworkState
+from detgraph.trainer.capture import recording
+from detgraph.trainer.capture.gradients import ReusedGradients
+from detgraph.trainer.capture.recording import Recording
+from detgraph.trainer.capture.signature import Signature
+from detgraph.trainer.capture.state import NetworkState
+from detgraph.trainer.parts import network
+from detgraph.trainer.parts.network import GraphedNetworkStep
 
 
 def no_gradient_moves(monkeypatch) -> None:

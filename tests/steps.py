@@ -27,11 +27,11 @@ from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import ModelEMA
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import digests
-from detgraph.trainer.eligibility import split_blocker
-from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
-from detgraph.trainer.report import CaptureReport
-from detgraph.trainer.state import as_bytes
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.capture.state import as_bytes
+from detgraph.trainer.fit.eligibility import split_blocker
+from detgraph.trainer.golden import digests
+from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
 from emulator import EmulatingRecorder
 
 # Two levels, an end-to-end head, dropout (draws random numbers) and attention-free blocks: 11 ms a step on one core.

@@ -78,7 +78,7 @@ def inspect() -> dict:
     from ultralytics.engine.trainer import BaseTrainer
 
     from detgraph.patches import fingerprint, status
-    from detgraph.trainer.upstream import loop_drift
+    from detgraph.trainer.fit.upstream import loop_drift
 
     return {
         "release": ultralytics.__version__,
@@ -99,7 +99,7 @@ def fit(kind: str, out: str, data: str) -> None:
     import torch
 
     from detgraph.trainer import LightningDetectionTrainer, upstream
-    from detgraph.trainer.golden_record import recording
+    from detgraph.trainer.golden.record import recording
 
     torch.set_num_threads(1)
     upstream.KNOWN_LOOPS.setdefault(upstream.loop_fingerprint(), ("here", "here"))
@@ -131,7 +131,7 @@ def examine(release: str, folder: Path, data: str) -> dict:
     for out in outs.values():
         out.unlink(missing_ok=True)
     commands = {
-        "stock": [str(ROOT / "trainer" / "golden_record.py"), str(outs["stock"]), "0:100", "train", *words],
+        "stock": [str(ROOT / "trainer" / "golden" / "record.py"), str(outs["stock"]), "0:100", "train", *words],
         **{
             kind: [str(TESTS / "upstream_range.py"), "--fit", kind, str(outs[kind]), data]
             for kind in ("ours", "emulated")
@@ -143,8 +143,8 @@ def examine(release: str, folder: Path, data: str) -> dict:
         if status or not outs[kind].exists():
             lines = [line for line in said.splitlines() if line.strip()]
             row["errors"][kind] = (lines or [f"status {status}"])[-1][:200]
-    from detgraph.trainer.golden import compare_paths
-    from detgraph.trainer.golden_file import read
+    from detgraph.trainer.golden.commands import compare_paths
+    from detgraph.trainer.golden.file import read
 
     for kind in ("ours", "emulated"):
         if outs[kind].exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .loop import LightningDetectionTrainer
+    from .fit.trainer import LightningDetectionTrainer
     from .model import YOLO
 
 __all__ = ["YOLO", "LightningDetectionTrainer"]
@@ -13,7 +13,7 @@ __all__ = ["YOLO", "LightningDetectionTrainer"]
 
 def __getattr__(name: str) -> object:
     if name == "LightningDetectionTrainer":
-        from .loop import LightningDetectionTrainer
+        from .fit.trainer import LightningDetectionTrainer
 
         return LightningDetectionTrainer
     if name == "YOLO":

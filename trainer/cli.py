@@ -31,8 +31,8 @@ from detgraph.cfg import (
 # return an exit status.
 COMMANDS = {
     "patches": "detgraph.trainer.cli:show_patches",
-    "golden": "detgraph.trainer.golden:main",
-    "why": "detgraph.trainer.why_words:main",
+    "golden": "detgraph.trainer.golden.commands:main",
+    "why": "detgraph.trainer.why.words:main",
 }
 
 HELP = """
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options, words, trains = read_command_line(words, stack)
             if trains:
                 _apply_patches(options)
-            _run_upstream(words, options)
+            run_upstream(words, options)
             _add_to_upstream(upstream_command(words[0]) if words else "help")
     except (CaptureOptionError, PatchDriftError) as e:
         print(f"yolo: error: {e}", file=sys.stderr)
@@ -191,7 +191,7 @@ def show_patches(words: list[str]) -> int:
         raise CaptureOptionError(f"'{words[0]}' has no meaning for yolo patches, which takes no words: leave it out.")
     from detgraph.patches import status
 
-    from .upstream import loop_drift
+    from .fit.upstream import loop_drift
 
     lines = status()
     for line in lines:
@@ -220,7 +220,7 @@ def _apply_patches(options: CaptureOptions | None) -> None:
         LOGGER.warning(f"{e} This command does without it and trains by upstream's own loop.")
 
 
-def _run_upstream(words: list[str], options: CaptureOptions | None) -> None:
+def run_upstream(words: list[str], options: CaptureOptions | None) -> None:
     """Call upstream's entry point with `words` as its command line."""
     import ultralytics.cfg
     import ultralytics.utils

@@ -88,7 +88,7 @@ def warned(lines: list[str]) -> list[str]:
 
 def weights(path: Path | str) -> dict:
     """Return the model of a checkpoint as digests by name; a resumable checkpoint has it as EMA."""
-    from detgraph.trainer.digests import named
+    from detgraph.trainer.golden.digests import named
 
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
     model = checkpoint["ema"] if checkpoint["model"] is None else checkpoint["model"]

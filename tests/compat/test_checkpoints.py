@@ -19,7 +19,7 @@ import yaml
 from ultralytics.cfg import get_cfg
 from ultralytics.models.yolo.detect import DetectionTrainer
 
-from detgraph.trainer.digests import digest
+from detgraph.trainer.golden.digests import digest
 
 from .conftest import FIT, Replaying
 

@@ -20,7 +20,7 @@ from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import callbacks
 
 from detgraph.trainer import YOLO, LightningDetectionTrainer
-from detgraph.trainer.digests import fit_digests
+from detgraph.trainer.golden.digests import fit_digests
 
 from .conftest import Replaying, warned, weights
 
@@ -115,7 +115,7 @@ def test_another_task_is_upstreams(tiny, fit_args, tmp_path, heard) -> None:
 
 WORKER_REPORT = """
     import json
-    from detgraph.trainer.eligibility import loop_blocker
+    from detgraph.trainer.fit.eligibility import loop_blocker
     found = {"type": type(trainer).__name__, "capture": trainer.capture.enabled, "blocker": loop_blocker(trainer)}
     found["args"] = sorted(vars(trainer.args))
     print("FOUND " + json.dumps(found))

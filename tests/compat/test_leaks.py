@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from detgraph.trainer import LightningDetectionTrainer
-from detgraph.trainer.recording import Recording
+from detgraph.trainer.capture.recording import Recording
 from emulator import EmulatingRecorder
 from steps import TINY
 

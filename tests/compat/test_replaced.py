@@ -14,8 +14,8 @@ import yaml
 from ultralytics.models.yolo.detect import DetectionTrainer
 
 from detgraph.trainer import LightningDetectionTrainer
-from detgraph.trainer.digests import fit_digests
-from detgraph.trainer.network import OTHER_SHAPE
+from detgraph.trainer.golden.digests import fit_digests
+from detgraph.trainer.parts.network import OTHER_SHAPE
 from emulator import EmulatingRecorder
 from steps import TINY
 

@@ -13,7 +13,7 @@ import pytest
 from ultralytics.models.yolo.detect import DetectionTrainer
 
 from arms import Arm, differences
-from detgraph.trainer.digests import fit_digests
+from detgraph.trainer.golden.digests import fit_digests
 
 from .conftest import FIT, Replaying
 

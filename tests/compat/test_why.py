@@ -15,7 +15,7 @@ from ultralytics.utils import LOGGER
 
 from detgraph.trainer import LightningDetectionTrainer, why, why_clock, why_measure, why_words
 from detgraph.trainer.cli import main
-from detgraph.trainer.why_report import PHASES, Look
+from detgraph.trainer.why.report import PHASES, Look
 from emulator import EmulatingRecorder
 from schemas import complaints
 

@@ -14,8 +14,9 @@ import ultralytics.nn.tasks as tasks
 import yaml
 from torch import nn
 
-from detgraph.trainer import LightningDetectionTrainer, digests
-from detgraph.trainer.recorders import CudaRecorder
+from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.capture.recorders import CudaRecorder
+from detgraph.trainer.golden import digests
 from steps import TINY
 
 pytestmark = pytest.mark.gpu

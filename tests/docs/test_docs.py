@@ -100,7 +100,7 @@ def test_wrong_commands_are_found(command, found):
     ("text", "found"),
     [
         ("`trainer/nothing.py`", 1),
-        ("`trainer/network.py`, `tests/replay/`, `tests/goldens/*.json`", 0),
+        ("`trainer/parts/network.py`, `tests/replay/`, `tests/goldens/*.json`", 0),
         ("`replay/nothing.py`", 1),
         ("`test_nothing_at_all`, `test_a01_...`", 1),
     ],

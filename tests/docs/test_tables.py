@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import network, orthogonalization
+from detgraph.trainer.capture.report import SCHEMA, CaptureReport
 from detgraph.trainer.cli import COMMANDS
-from detgraph.trainer.report import SCHEMA, CaptureReport
+from detgraph.trainer.parts import network, orthogonalization
 from pages import make_targets, missing, read
 
 
@@ -42,15 +42,15 @@ def returned_reasons(source: str, functions: str) -> list[str]:
 
 # Where reasons are returned: the file, a pattern of its functions, and how many pieces of fixed text there are.
 REASONS = (
-    ("trainer/eligibility.py", "blocker", 11),
-    ("trainer/upstream.py", "drift", 1),
-    ("trainer/fitting.py", "blocker", 1),
-    ("trainer/loop.py", "blocker", 1),
-    ("trainer/torch_private.py", "missing", 1),
+    ("trainer/fit/eligibility.py", "blocker", 11),
+    ("trainer/fit/upstream.py", "drift", 1),
+    ("trainer/fit/under_lightning.py", "blocker", 1),
+    ("trainer/fit/trainer.py", "blocker", 1),
+    ("trainer/capture/torch_private.py", "missing", 1),
     ("cfg/options.py", "blocker", 1),
-    ("trainer/proof.py", "verdict|not_reproduced", 2),
-    ("trainer/signature.py", "obstacle", 4),
-    ("trainer/observed.py", "drawn|moved", 3),
+    ("trainer/capture/proof.py", "verdict|not_reproduced", 2),
+    ("trainer/capture/signature.py", "obstacle", 4),
+    ("trainer/parts/observed.py", "drawn|moved", 3),
     ("models/objective.py", "blocker|_changed_part", 6),
 )
 TELLING = ("RuntimeError", "UnsupportedNetwork", "_block", "_obstruct", "_give_up", "_say_not_in_force")
@@ -72,7 +72,7 @@ def guards() -> list[str]:
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import DetectionModel
 
-    from detgraph.trainer.signature import Signature
+    from detgraph.trainer.capture.signature import Signature
 
     model = DetectionModel("yolo26n.yaml", nc=2, verbose=False)
     model.args = get_cfg()
@@ -83,7 +83,7 @@ def orthogonalization_guards() -> list[str]:
     import torch
     from ultralytics.optim.muon import muon_update
 
-    from detgraph.trainer.updates import CallSignature, surroundings
+    from detgraph.trainer.parts.updates import CallSignature, surroundings
 
     tensors = [torch.zeros(2, 2)]
     return surroundings(muon_update, "cpu").guards + CallSignature(0, tensors, tensors, lambda grads: ["x"]).guards
@@ -100,7 +100,10 @@ def test_reasons_are_documented():
 
 
 def test_errors_and_blocks_are_documented():
-    ours = [f"trainer/{name}.py" for name in ("network", "holder", "recording", "reach", "loop")]
+    ours = [
+        f"trainer/{name}.py"
+        for name in ("parts/network", "capture/holder", "capture/recording", "capture/reach", "fit/trainer")
+    ]
     files = [*ours, "models/view.py", "models/objective.py"]
     found = [text for name in files for text in raised_and_blocked(read(name))]
     assert len(found) >= 12
@@ -134,7 +137,7 @@ def test_attributes_of_the_report_are_documented():
     taken = {"start", "stop", "block", "retire"}  # the loop's
     names = [f"`{name}()`" if name in ("share", "line", "summary", "to_dict") else name for name in public - taken]
     assert len(names) > 15 and not missing(names, text)
-    scalars = re.findall(r"`(`train/\w+`)`", read("trainer/loggers.py"))
+    scalars = re.findall(r"`(`train/\w+`)`", read("trainer/fit/loggers.py"))
     assert len(scalars) > 2 and not missing(scalars, text)
 
 
@@ -171,7 +174,7 @@ def test_stages_and_targets_are_documented():
 
 
 def test_golden_parts_are_documented():
-    from detgraph.trainer.golden_file import PARTS
+    from detgraph.trainer.golden.file import PARTS
 
     assert not missing((f"`{part}`" for part in PARTS), read("docs/goldens.md"))
 

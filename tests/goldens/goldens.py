@@ -102,7 +102,7 @@ def run_fits(requests: list[dict]) -> None:
 
     import perturbations
     from arm import make_trainer
-    from detgraph.trainer.golden_record import recording
+    from detgraph.trainer.golden.record import recording
 
     perturbations.ulp = ulp
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def run_fits(requests: list[dict]) -> None:
 def record_cases(cases: list[Case], folder: Path) -> dict[tuple[str, str], dict]:
     """Train every case in every mode; returns the goldens by (name, mode)."""
     sys.path.insert(0, str(TESTS))
-    from detgraph.trainer import golden_file
+    from detgraph.trainer.golden import file as golden_file
     from helpers import make_dataset
 
     data = str(make_dataset(folder / "data", *DATA))
@@ -156,8 +156,8 @@ def judge(stored: dict, fit: dict) -> tuple[str, str | None]:
 
     Exact where the environments agree; elsewhere the stored golden's tolerance on losses.
     """
-    from detgraph.trainer.golden_compare import SAME, WITHIN, Tolerance, compare
-    from detgraph.trainer.golden_file import environment_differences
+    from detgraph.trainer.golden.compare import SAME, WITHIN, Tolerance, compare
+    from detgraph.trainer.golden.file import environment_differences
 
     other = environment_differences(stored["environment"], fit["environment"])
     tolerance = Tolerance(**stored["tolerance"])
@@ -179,8 +179,8 @@ def main() -> int:
         run_fits(json.loads(args.fits.read_text()))
         return 0
 
-    from detgraph.trainer import golden_file
-    from detgraph.trainer.golden_compare import SAME, compare
+    from detgraph.trainer.golden import file as golden_file
+    from detgraph.trainer.golden.compare import SAME, compare
 
     cases = [case for case in CASES if case.device == args.device and (not args.cases or case.name in args.cases)]
     if not cases:
@@ -212,7 +212,7 @@ def main() -> int:
 
 
 def _stored(case: Case) -> dict | None:
-    from detgraph.trainer import golden_file
+    from detgraph.trainer.golden import file as golden_file
 
     if not case.path.exists():
         return None

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from detgraph.trainer import golden_file
-from detgraph.trainer.golden_compare import SAME, compare
+from detgraph.trainer.golden import file as golden_file
+from detgraph.trainer.golden.compare import SAME, compare
 from helpers import JUDGED
 
 from . import goldens

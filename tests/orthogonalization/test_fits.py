@@ -17,9 +17,10 @@ from ultralytics.utils import LOGGER
 
 from arm import Log
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import LightningDetectionTrainer, digests
-from detgraph.trainer.eligibility import orthogonalization_for
-from detgraph.trainer.report import CaptureReport
+from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.fit.eligibility import orthogonalization_for
+from detgraph.trainer.golden import digests
 from emulator import EmulatingRecorder
 from steps import TINY, make_model
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from detgraph.trainer.guards import Guards
+from detgraph.trainer.capture.guards import Guards
 from optimizer_steps import Fit, Twin
 from perturb_network import remove_guard
 from perturb_orthogonalization import PERTURBATIONS

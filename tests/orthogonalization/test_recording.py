@@ -14,9 +14,9 @@ from ultralytics.optim import MuSGD, muon
 from detgraph import patches
 from detgraph.patches import PatchDriftError
 from detgraph.patches.replay_orthogonalization import installed, patch, replacing
-from detgraph.trainer.network import RECORDING
-from detgraph.trainer.orthogonalization import NOT_IN_PLACE, GraphedOrthogonalization, Step
-from detgraph.trainer.updates import Call, OrthogonalizationRecording
+from detgraph.trainer.parts.network import RECORDING
+from detgraph.trainer.parts.orthogonalization import NOT_IN_PLACE, GraphedOrthogonalization, Step
+from detgraph.trainer.parts.updates import Call, OrthogonalizationRecording
 from optimizer_steps import Fit, Twin, run, twin
 from recorders import FailingRecorder, LyingRecorder
 

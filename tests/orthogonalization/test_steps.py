@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from detgraph.trainer import digests
-from detgraph.trainer.network import RECORDING
-from detgraph.trainer.orthogonalization import NOTHING_TO_DO, RETIRED
-from detgraph.trainer.updates import Call
+from detgraph.trainer.golden import digests
+from detgraph.trainer.parts.network import RECORDING
+from detgraph.trainer.parts.orthogonalization import NOTHING_TO_DO, RETIRED
+from detgraph.trainer.parts.updates import Call
 from optimizer_steps import Event, Fit, Twin, run, twin
 
 FIRST = "model.9.cv3.0.0.0.conv.weight"  # in the group with the higher rate, which steps first

@@ -14,9 +14,10 @@ from torch import nn
 from ultralytics.nn.tasks import DetectionModel
 
 import protection_off as off
-from detgraph.trainer import network, recording
-from detgraph.trainer.network import OTHER_SHAPE, RECORDING
-from detgraph.trainer.recording import Recording
+from detgraph.trainer.capture import recording
+from detgraph.trainer.capture.recording import Recording
+from detgraph.trainer.parts import network
+from detgraph.trainer.parts.network import OTHER_SHAPE, RECORDING
 from steps import SHAPE, Fit, Wrapped, make_batch, twin
 
 PRECISIONS = pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -15,8 +15,9 @@ import perturbations
 import protection_off as off
 from arm import Log, Observer
 from detgraph.cfg import CaptureOptionError
-from detgraph.trainer import LightningDetectionTrainer, digests
-from detgraph.trainer.network import OTHER_SHAPE, RECORDING
+from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.golden import digests
+from detgraph.trainer.parts.network import OTHER_SHAPE, RECORDING
 from emulator import EmulatingRecorder
 from recorders import refusing
 from steps import TINY

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import gradients, guards, holder, lending, network, observed, proof, reach, recording, signature
-from detgraph.trainer import state as states
+from detgraph.trainer.capture import gradients, guards, holder, lending, proof, reach, recording, signature
+from detgraph.trainer.capture import state as states
+from detgraph.trainer.parts import network, observed
 from emulator import EmulatingRecorder
 from probe import SHAPE, ProbeFit
 

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
-from detgraph.trainer import digests
-from detgraph.trainer.signature import Signature
+from detgraph.trainer.capture.signature import Signature
+from detgraph.trainer.golden import digests
 from perturb_network import PERTURBATIONS, remove_guard
 from steps import Fit, Twin, make_batch, make_model, run, twin
 

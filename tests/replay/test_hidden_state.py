@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer.reach import Reach
+from detgraph.trainer.capture.reach import Reach
 from steps import Fit, Wrapped, twin, wrap
 
 UNCHECKED = {"self_check": False}

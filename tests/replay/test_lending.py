@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from detgraph.trainer.lending import Loan, Memory, tensor_attributes
+from detgraph.trainer.capture.lending import Loan, Memory, tensor_attributes
 from emulator import EmulatedMemory
 from steps import Fit, make_batch, make_model, twin
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import digests
-from detgraph.trainer.gradients import ReusedGradients
-from detgraph.trainer.network import OTHER_SHAPE, TOO_EARLY, GraphedNetworkStep
-from detgraph.trainer.report import CaptureReport
+from detgraph.trainer.capture.gradients import ReusedGradients
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.golden import digests
+from detgraph.trainer.parts.network import OTHER_SHAPE, TOO_EARLY, GraphedNetworkStep
 from emulator import EmulatingRecorder
 from probe import Probe
 from protection_off import no_backward_checks, no_gradient_moves

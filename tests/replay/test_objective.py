@@ -21,7 +21,7 @@ from ultralytics.utils.loss import BboxLoss, DFLoss, E2ELoss, v8DetectionLoss
 from ultralytics.utils.tal import TaskAlignedAssigner
 
 from detgraph.models import objective_blocker
-from detgraph.trainer.network import RECORDING
+from detgraph.trainer.parts.network import RECORDING
 from steps import Fit, make_model, twin
 
 STEP, STEPS = 3, 6

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import protection_off as off
-from detgraph.trainer import digests, network
+from detgraph.trainer.golden import digests
+from detgraph.trainer.parts import network
 from perturb_network import use_a_weight_twice
 from recorders import refusing
 from steps import Event, Fit, make_batch, twin

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detgraph.trainer.lending import Memory
-from detgraph.trainer.recorders import CudaRecorder
-from detgraph.trainer.recording import Recorder, Tape
-from detgraph.trainer.state import Generators, NetworkState
+from detgraph.trainer.capture.lending import Memory
+from detgraph.trainer.capture.recorders import CudaRecorder
+from detgraph.trainer.capture.recording import Recorder, Tape
+from detgraph.trainer.capture.state import Generators, NetworkState
 from emulator import EmulatingRecorder
 from helpers import pool_bytes
 

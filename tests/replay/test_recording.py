@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import digests
-from detgraph.trainer.network import RECORDING, GraphedNetworkStep
-from detgraph.trainer.recording import Recording
-from detgraph.trainer.state import NetworkState
+from detgraph.trainer.capture.recording import Recording
+from detgraph.trainer.capture.state import NetworkState
+from detgraph.trainer.golden import digests
+from detgraph.trainer.parts.network import RECORDING, GraphedNetworkStep
 from emulator import EmulatingRecorder
 from recorders import FailingRecorder, LyingRecorder
 from steps import Fit, Wrapped, differences, make_batch, twin, wrap

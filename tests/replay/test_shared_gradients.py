@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import recording
+from detgraph.trainer.capture import recording
 from steps import Wrapped, twin, wrap
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from detgraph.trainer import network, observed, reach, torch_private
-from detgraph.trainer.state import NetworkState
+from detgraph.trainer.capture import reach, torch_private
+from detgraph.trainer.capture.state import NetworkState
+from detgraph.trainer.parts import network, observed
 from perturb_network import attribute
 from steps import Fit, Wrapped, twin, wrap
 

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from detgraph.trainer import fitting
-from detgraph.trainer.fitting import QUIET_LOGGERS, neutral_environment, quiet_lightning, unwarned
+from detgraph.trainer.fit import under_lightning as fitting
+from detgraph.trainer.fit.under_lightning import QUIET_LOGGERS, neutral_environment, quiet_lightning, unwarned
 
 
 def state() -> tuple:

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.slow
 ROOMS = ("cfg", "models", "trainer", "patches")
 # stage -> file, text that is there, text that takes its place, and what narrows the stage to the tests concerned
 FAULTS = {
-    "lint": ("trainer/report.py", "import json\n", "import json\nimport os\n", []),
-    "format": ("trainer/report.py", "SCHEMA = REPORT", "SCHEMA  =  REPORT", []),
-    "drift": ("trainer/upstream.py", "d8f45dcfe548", "d8f45dcfe549", []),
+    "lint": ("trainer/capture/report.py", "import json\n", "import json\nimport os\n", []),
+    "format": ("trainer/capture/report.py", "SCHEMA = REPORT", "SCHEMA  =  REPORT", []),
+    "drift": ("trainer/fit/upstream.py", "d8f45dcfe548", "d8f45dcfe549", []),
     "docs dead link": ("README.md", "(docs/design.md)", "(docs/desing.md)", []),
     "docs broken command": ("README.md", "make demo", "make dmeo", []),
     "docs broken key": ("README.md", "capture_network=True", "capture_netwrok=True", []),
     "unit": ("cfg/capture.yaml", 'bf16: "2.9"', 'bf16: "2.8"', ["-k", "options"]),
-    "mutation": ("trainer/gradients.py", "if adopters:", "if False:", ["-k", "probe or accumul", "-x"]),
-    "parity": ("trainer/module.py", ">= t.accumulate", "> t.accumulate", ["-k", "same_bytes and musgd", "-x"]),
+    "mutation": ("trainer/capture/gradients.py", "if adopters:", "if False:", ["-k", "probe or accumul", "-x"]),
+    "parity": ("trainer/fit/loop.py", ">= t.accumulate", "> t.accumulate", ["-k", "same_bytes and musgd", "-x"]),
     "goldens": ("tests/goldens/cpu_fp32_adamw.json", '"losses": ["0x1.', '"losses": ["0x1.f', ["-k", "adamw", "-x"]),
     "compat": ("trainer/cli.py", 'mode == "train"', 'mode == "val"', ["-k", "test_cli", "-x"]),
     "wheel": ("setup.cfg", "detgraph.patches = series\n", "", ["-x"]),

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from detgraph.trainer import golden, golden_file
-from detgraph.trainer.golden_compare import DIFFERENT, SAME, WITHIN, Tolerance, compare
+from detgraph.trainer.golden import commands as golden
+from detgraph.trainer.golden import file as golden_file
+from detgraph.trainer.golden.compare import DIFFERENT, SAME, WITHIN, Tolerance, compare
 from schemas import complaints
 
 from ..goldens import goldens
@@ -373,9 +374,9 @@ def test_a_file_is_small_and_the_same_bytes_again(runs, base, tmp_path) -> None:
 
 def test_nothing_is_active_unless_asked() -> None:
     code = (
-        "import sys, detgraph.trainer.cli as cli, detgraph.trainer.loop, ultralytics.utils.callbacks.base as base\n"
+        "import sys, detgraph.trainer.cli, detgraph.trainer.fit.trainer, ultralytics.utils.callbacks.base as base\n"
         "assert not [m for m in sys.modules if 'detgraph.trainer.golden' in m]\n"
-        "import detgraph.trainer.golden, detgraph.trainer.golden_record as record\n"
+        "import detgraph.trainer.golden.commands, detgraph.trainer.golden.record as record\n"
         "before = {k: list(v) for k, v in base.default_callbacks.items()}\n"
         "with record.recording():\n    assert base.default_callbacks != before\n"
         "assert base.default_callbacks == before\n"

@@ -22,12 +22,13 @@ from ultralytics.engine.trainer import BaseTrainer
 import steps
 import torch_range
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import guards, lightning_private, torch_private, upstream
-from detgraph.trainer.eligibility import network_step_for, orthogonalization_for
-from detgraph.trainer.holder import RecordingHolder
-from detgraph.trainer.network import EagerNetworkStep, GraphedNetworkStep
-from detgraph.trainer.orthogonalization import EagerOrthogonalization
-from detgraph.trainer.report import CaptureReport
+from detgraph.trainer.capture import guards, torch_private
+from detgraph.trainer.capture.holder import RecordingHolder
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.fit import lightning_private, upstream
+from detgraph.trainer.fit.eligibility import network_step_for, orthogonalization_for
+from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
+from detgraph.trainer.parts.orthogonalization import EagerOrthogonalization
 from emulator import EmulatingRecorder
 from fixtures import warned  # noqa: F401 a fixture
 from helpers import ROOT, make_dataset
@@ -225,7 +226,7 @@ def test_a_name_that_is_younger_than_torch_is_not_missed(without, monkeypatch):
 
 @pytest.mark.parametrize("path", lightning_private.NAMES)
 def test_a_lightning_without_a_name_leaves_the_fit_to_upstreams_loop(path, monkeypatch):
-    from detgraph.trainer import fitting
+    from detgraph.trainer.fit import under_lightning as fitting
 
     device, build = torch.device("cpu"), fitting.build_trainer
     assert fitting.lightning_blocker(device) is None
@@ -251,7 +252,7 @@ def test_a_lightning_without_a_name_leaves_the_fit_to_upstreams_loop(path, monke
 def test_a_lightning_that_takes_other_arguments_leaves_the_fit_to_upstreams_loop(monkeypatch):
     import lightning.pytorch as pl
 
-    from detgraph.trainer import fitting
+    from detgraph.trainer.fit import under_lightning as fitting
 
     class Older(pl.Trainer):
         def __init__(self, *, strategy, devices) -> None: ...

@@ -6,8 +6,9 @@ from importlib.resources import files
 import pytest
 
 from detgraph.cfg import REPORT_SCHEMA, CaptureOptions, remembered_options
-from detgraph.trainer import golden_file, why_report
-from detgraph.trainer.report import CaptureReport
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.golden import file as golden_file
+from detgraph.trainer.why import report as why_report
 from helpers import ROOT
 from schemas import complaints
 

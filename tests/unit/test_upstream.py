@@ -11,7 +11,8 @@ from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import LOGGER, checks, downloads
 
-from detgraph.trainer import LightningDetectionTrainer, upstream
+from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.fit import upstream
 
 
 def test_no_fit_of_the_tests_asks_the_network_for_a_font(monkeypatch) -> None:

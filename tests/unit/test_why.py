@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from detgraph.cfg import CaptureOptions
-from detgraph.trainer import why_report, why_words
-from detgraph.trainer.report import CaptureReport
-from detgraph.trainer.why_measure import recordings
-from detgraph.trainer.why_report import MOST_FAULTS, Arm, Look, Phase, advise, bound_by, command, shortened
-from detgraph.trainer.why_show import draw, table
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.why import report as why_report
+from detgraph.trainer.why import words as why_words
+from detgraph.trainer.why.measure import recordings
+from detgraph.trainer.why.report import MOST_FAULTS, Arm, Look, Phase, advise, bound_by, command, shortened
+from detgraph.trainer.why.show import draw, table
 from helpers import ROOT
 
 WORDS = ["train", "model=yolo26n.yaml", "data=coco8.yaml", "batch=4"]

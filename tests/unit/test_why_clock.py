@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from detgraph.trainer import why_clock
-from detgraph.trainer.why_clock import Clock, Operations, work_by_phase
-from detgraph.trainer.why_measure import Section
+from detgraph.trainer.why import clock as why_clock
+from detgraph.trainer.why.clock import Clock, Operations, work_by_phase
+from detgraph.trainer.why.measure import Section
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from detgraph.trainer import golden_file
+from detgraph.trainer.golden import file as golden_file
 from helpers import ROOT
 
 from .conftest import environment

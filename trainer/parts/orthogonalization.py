@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from detgraph.cfg import CaptureOptions
 from detgraph.patches import replay_orthogonalization
+from detgraph.trainer.capture import proof
+from detgraph.trainer.capture.guards import Guards, process_obstacle
+from detgraph.trainer.capture.holder import RecordingHolder
+from detgraph.trainer.capture.recording import Recorder
+from detgraph.trainer.capture.report import RecordingCounts
 
-from . import proof
-from .guards import Guards, process_obstacle
-from .holder import RecordingHolder
 from .network import RECORDING
-from .recording import Recorder
-from .report import RecordingCounts
 from .updates import Call, CallSignature, OrthogonalizationRecording, Tensors, Update, surroundings
 
 NOTHING_TO_DO = "step without orthogonalization"

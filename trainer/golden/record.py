@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 if __package__:
-    from . import digests, golden_file
+    from . import digests
+    from . import file as golden_file
 else:
 
     def _sibling(name: str):
@@ -32,7 +33,7 @@ else:
         spec.loader.exec_module(module)
         return module
 
-    digests, golden_file = _sibling("digests"), _sibling("golden_file")
+    digests, golden_file = _sibling("digests"), _sibling("file")
 
 DETAIL = (0, 100)
 """Steps, from the first up to but not including the last, whose tensors are recorded one by one."""

@@ -102,6 +102,25 @@ foreach_copy = _needed("_foreach_copy_", "many tensors' new values at once")
 foreach_mul = _needed("_foreach_mul_", "many tensors' new values at once")
 foreach_add = _needed("_foreach_add_", "many tensors' new values at once")
 
+# Operations -----------------------------------------------------------------------------------------------------------
+
+
+def _base(path: str, purpose: str) -> type:
+    """Return a class to derive from; where it is gone, one that raises when it is made."""
+    found = _needed(path, purpose)
+    return found if isinstance(found, type) else type("Gone", (), {"__init__": found})
+
+
+DispatchMode = _base("utils._python_dispatch.TorchDispatchMode", "what torch is handed to compute")
+
+
+def computes(operation: object) -> bool:
+    """Return whether an operation that a dispatch mode sees gives a device work: no view, no bare allocation."""
+    aliases = [returned.alias_info for returned in operation._schema.returns]
+    view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return not view and not any(word in operation._schema.name for word in ("empty", "_unsafe_view"))
+
+
 # Modes and hooks ------------------------------------------------------------------------------------------------------
 
 dispatch_modes = _needed("_C._len_torch_dispatch_stack", "whether a dispatch mode is on")

@@ -14,10 +14,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import golden_file, golden_runs
-from .golden_compare import DIFFERENT, Comparison, Tolerance, compare
-from .golden_file import FILE_NAME, GoldenError
-from .output import tell, unwritable
+from detgraph.trainer.output import tell, unwritable
+
+from . import file as golden_file
+from . import runs as golden_runs
+from .compare import DIFFERENT, Comparison, Tolerance, compare
+from .file import FILE_NAME, GoldenError
 
 SAME_STATUS, DIFFERENT_STATUS, ERROR_STATUS = 0, 1, 2
 
@@ -66,7 +68,7 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
         GoldenError: if the words do not train one fit in one process, or ``out`` cannot be written: before any work.
             If no fit was seen, or it broke, which leaves a golden of what it computed: afterwards.
     """
-    from . import golden_record
+    from . import record as golden_record
 
     words = _training_words(words, stock)
     if out and (reason := unwritable(out, folders=True)):
@@ -81,7 +83,7 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
             raise GoldenError(f"the stock fit ended with status {status}; what it said is above.")
         seen = status == 0
     else:
-        from .cli import main as yolo
+        from detgraph.trainer.cli import main as yolo
 
         records = []
         try:
@@ -196,7 +198,7 @@ def _tolerance(text: str) -> Tolerance:
 
 
 def _detail(text: str) -> str:
-    from .golden_record import parse_detail
+    from .record import parse_detail
 
     try:
         parse_detail(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .why_report import LOOP, OPTIMIZER, ORTHOGONALIZATION, PHASES, Arm, Look, Phase, advise
+from .report import LOOP, OPTIMIZER, ORTHOGONALIZATION, PHASES, Arm, Look, Phase, advise
 
 BAR = 24  # characters of a bar that is a whole step
 NAMES = {LOOP: "rest of the loop", ORTHOGONALIZATION: "  orthogonalization"}

@@ -27,9 +27,9 @@ from detgraph.cfg import (
     split_options,
 )
 from detgraph.patches.route_train import chosen_options
+from detgraph.trainer.capture.report import CaptureReport, is_report
 
 from .eligibility import loop_blocker, network_step_for, orthogonalization_for
-from .report import CaptureReport, is_report
 from .upstream import LOG_COMPLETED, LOG_OUT_OF_MEMORY, LOG_START, log_as_upstream
 
 MAX_OUT_OF_MEMORY_RETRIES = 3
@@ -158,7 +158,7 @@ class LightningDetectionTrainer(DetectionTrainer):
         self._setup_train()
         # Importing Lightning takes seconds, which `results.csv` and `time=` must not count: before the clock starts.
         # `fitting` comes first, since it keeps the generators.
-        from . import fitting, module  # noqa: F401
+        from . import under_lightning as fitting  # noqa: F401
 
         self._run_loop(self._begin())
         return None
@@ -166,7 +166,7 @@ class LightningDetectionTrainer(DetectionTrainer):
     def _lightning_blocker(self) -> str | None:
         """Return why the installed Lightning cannot run our loop, or None. Imports it."""
         try:
-            from .fitting import lightning_blocker
+            from .under_lightning import lightning_blocker
         except ImportError as error:
             return f"Lightning cannot be imported ({error}), so upstream's own loop runs"
         return lightning_blocker(self.device)
@@ -195,8 +195,8 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def _run_loop(self, state: LoopState) -> None:
         """Run Lightning fits until upstream's end, each after the first with a smaller batch; then upstream's ends."""
-        from .fitting import fit
-        from .module import DetectionModule, RecordingEnds
+        from .loop import DetectionModule, RecordingEnds
+        from .under_lightning import fit
 
         self.loop_state = state
         if self.capture.enabled:

@@ -15,15 +15,15 @@ from ultralytics.utils.torch_utils import unwrap_model
 
 from detgraph.cfg import CaptureOptions
 from detgraph.models import UnsupportedNetwork, objective_blocker
+from detgraph.trainer.capture import proof
+from detgraph.trainer.capture.holder import RecordingHolder
+from detgraph.trainer.capture.lending import Loan
+from detgraph.trainer.capture.recording import Recorder, Recording, parameter_aliases
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.capture.signature import recording_obstacle
+from detgraph.trainer.capture.state import NetworkState
 
-from . import proof
-from .holder import RecordingHolder
-from .lending import Loan
 from .observed import Observed, autocast_remains
-from .recording import Recorder, Recording, parameter_aliases
-from .report import CaptureReport
-from .signature import recording_obstacle
-from .state import NetworkState
 
 RECORDING = "step that was recorded"
 OTHER_SHAPE = "batch of another shape"

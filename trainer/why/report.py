@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from .why_words import SCHEMA
+from .words import SCHEMA
 
 GIVEN_UP = "the rest trained eagerly"  # how the note of an arm begins that lost its recording for good
 

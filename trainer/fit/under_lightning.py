@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from detgraph.trainer.capture.state import Generators
+
 from . import lightning_private
-from .state import Generators
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .golden_compare import DIFFERENT, SAME, Comparison, Parting
-from .golden_file import FILE_NAME, GoldenError, read_results
+from .compare import DIFFERENT, SAME, Comparison, Parting
+from .file import FILE_NAME, GoldenError, read_results
 
 CHECKPOINTS = ("weights/last.pt", "weights/best.pt")
 

@@ -19,15 +19,15 @@ from ultralytics.utils.torch_utils import is_qat, unwrap_model
 from detgraph.cfg import precision_blocker
 from detgraph.models import objective_blocker
 from detgraph.patches import replay_orthogonalization
+from detgraph.trainer.capture import torch_private
+from detgraph.trainer.capture.recorders import CudaRecorder
+from detgraph.trainer.parts.network import EagerNetworkStep, GraphedNetworkStep
+from detgraph.trainer.parts.orthogonalization import EagerOrthogonalization, GraphedOrthogonalization
 
-from . import torch_private
-from .network import EagerNetworkStep, GraphedNetworkStep
-from .orthogonalization import EagerOrthogonalization, GraphedOrthogonalization
-from .recorders import CudaRecorder
 from .upstream import loop_drift
 
 if TYPE_CHECKING:
-    from .loop import LightningDetectionTrainer
+    from .trainer import LightningDetectionTrainer
 
 REPLACEABLE_METHODS = ("forward", "predict", "_predict_once", "loss", "init_criterion")
 

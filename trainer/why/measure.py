@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions, check_contradictions
+from detgraph.trainer.capture.report import CaptureReport
+from detgraph.trainer.fit.eligibility import network_step_for, orthogonalization_for
+from detgraph.trainer.fit.loop import DetectionModule, RecordingEnds, guarded
+from detgraph.trainer.fit.trainer import BatchTooLarge, EpochBatches, LightningDetectionTrainer, LoopState
+from detgraph.trainer.fit.under_lightning import fit
+from detgraph.trainer.parts.network import EagerNetworkStep
+from detgraph.trainer.parts.orthogonalization import EagerOrthogonalization
 
-from .eligibility import network_step_for, orthogonalization_for
-from .fitting import fit
-from .loop import BatchTooLarge, EpochBatches, LightningDetectionTrainer, LoopState
-from .module import DetectionModule, RecordingEnds, guarded
-from .network import EagerNetworkStep
-from .orthogonalization import EagerOrthogonalization
-from .report import CaptureReport
-from .why_clock import Clock, Operations, TimedNetworkStep, Times, device_work, watched
-from .why_report import BACKWARD, DATA, GIVEN_UP, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
-from .why_words import LookError, one_line
+from .clock import Clock, Operations, TimedNetworkStep, Times, device_work, watched
+from .report import BACKWARD, DATA, GIVEN_UP, OBJECTIVE, PHASES, UPDATE_PHASES, Arm, Phase
+from .words import LookError, one_line
 
 # Name and our keys of each way to run the fit. The first is the fit as it is, and the one that is looked into.
 ARMS: tuple[tuple[str, dict], ...] = (

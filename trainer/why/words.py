@@ -12,8 +12,7 @@ from typing import NoReturn
 
 from detgraph.cfg import CaptureOptionError
 from detgraph.patches import PatchDriftError
-
-from .output import tell, unwritable, write_whole
+from detgraph.trainer.output import tell, unwritable, write_whole
 
 SCHEMA = 1
 ERROR_STATUS = 2
@@ -40,14 +39,14 @@ def main(words: Sequence[str]) -> int:
     flagged = [f"--{word}" if word.partition("=")[0] in FLAGS else word for word in words]
     try:
         args, rest = parser().parse_known_args(flagged)
-        from .why import look_at
+        from .command import look_at
 
         look = look_at(rest, args.seconds)
     except (LookError, CaptureOptionError, PatchDriftError) as e:
         if asks_for_json(flagged):
             tell(json.dumps({"schema": SCHEMA, "error": one_line(e)}))
         return fail(e)
-    from .why_show import draw, table
+    from .show import draw, table
 
     content = json.dumps(look.to_dict(), indent=1)
     tell(content if args.json == "-" else table(look))

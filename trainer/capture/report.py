@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from detgraph.cfg import REPORT_SCHEMA, CaptureOptions
-
-from .output import write_whole
+from detgraph.trainer.output import write_whole
 
 SCHEMA = REPORT_SCHEMA
 

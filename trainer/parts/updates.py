@@ -18,9 +18,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from . import proof, torch_private
-from .guards import Guard, Guards, first_difference, from_to, process_guards
-from .recording import Recorder, Tape
+from detgraph.trainer.capture import proof, torch_private
+from detgraph.trainer.capture.guards import Guard, Guards, first_difference, from_to, process_guards
+from detgraph.trainer.capture.recording import Recorder, Tape
 
 BAKED_PROCESS_STATE = (
     "autocast",

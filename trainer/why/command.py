@@ -30,13 +30,13 @@ from ultralytics.utils.torch_utils import parse_device
 from detgraph.cfg import COMMAND_LINE_KEYS
 from detgraph.patches import route_train
 from detgraph.patches.registry import Patch
+from detgraph.trainer.capture.report import environment
+from detgraph.trainer.cli import merged_words, read_command_line, run_upstream
+from detgraph.trainer.fit.eligibility import loop_blocker
+from detgraph.trainer.fit.trainer import BatchTooLarge, LightningDetectionTrainer
 
-from .cli import _run_upstream, merged_words, read_command_line
-from .eligibility import loop_blocker
-from .loop import BatchTooLarge, LightningDetectionTrainer
-from .report import environment
-from .why_report import Look, command, shortened
-from .why_words import FLAGS, LookError, one_line, plain, say
+from .report import Look, command, shortened
+from .words import FLAGS, LookError, one_line, plain, say
 
 OF_A_PICTURE = re.compile(rf"((train|val): )?.+\.({'|'.join(IMG_FORMATS)}): ", re.IGNORECASE)
 
@@ -88,7 +88,7 @@ class LookTrainer(LightningDetectionTrainer):
         super().train()
 
     def _do_train(self) -> None:
-        from .why_measure import look
+        from .measure import look
 
         begun = time.time()
         try:
@@ -211,7 +211,7 @@ def _handed_over(words: list[str]) -> tuple[Any, dict]:
     )
     stop.apply()
     try:
-        _run_upstream(words, None)
+        run_upstream(words, None)
     except (SyntaxError, ValueError, TypeError, OSError) as e:
         raise LookError(one_line(e)) from e
     finally:

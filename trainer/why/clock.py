@@ -19,12 +19,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.profiler import profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 from ultralytics.optim import muon
 
-from .loop import LightningDetectionTrainer
-from .network import EagerNetworkStep
-from .why_report import DATA, EMA, FORWARD, LOOP, OPTIMIZER, ORTHOGONALIZATION, PREPROCESS, WHOLE
+from detgraph.trainer.capture import torch_private
+from detgraph.trainer.fit.trainer import LightningDetectionTrainer
+from detgraph.trainer.parts.network import EagerNetworkStep
+
+from .report import DATA, EMA, FORWARD, LOOP, OPTIMIZER, ORTHOGONALIZATION, PREPROCESS, WHOLE
 
 DEVICE_EVENTS, LAUNCH_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 LABEL = "why:"
@@ -105,7 +106,7 @@ class Clock:
         return run
 
 
-class Operations(TorchDispatchMode):
+class Operations(torch_private.DispatchMode):
     """Counts what torch is handed to compute, in the phase that the clock is in; backward passes on the CPU included.
 
     On a GPU each is a launch or a few. What gives a GPU no work does not count: views, bare allocations, and what the
@@ -117,10 +118,7 @@ class Operations(TorchDispatchMode):
         self.clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        aliases = [returned.alias_info for returned in func._schema.returns]
-        view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-        bare = any(word in func._schema.name for word in ("empty", "_unsafe_view"))
-        if not view and not bare and self.clock.now != DATA:
+        if torch_private.computes(func) and self.clock.now != DATA:
             self.clock.operations[self.clock.now] += 1
         return func(*args, **(kwargs or {}))
 

@@ -17,13 +17,14 @@ from ultralytics.engine import trainer as engine
 from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unwrap_model
 
+from detgraph.trainer.capture.lending import tensor_attributes
+
 from .eligibility import split_blocker
-from .fitting import LoopError, NoOptimizer, restore_signals, unwarned
-from .lending import tensor_attributes
 from .loggers import EpochScalars, log
+from .under_lightning import LoopError, NoOptimizer, restore_signals, unwarned
 
 if TYPE_CHECKING:
-    from .loop import EpochBatches, LightningDetectionTrainer, LoopState
+    from .trainer import EpochBatches, LightningDetectionTrainer, LoopState
 
 
 def guarded(hook: Callable) -> Callable:

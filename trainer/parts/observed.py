@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from detgraph.models import NetworkView
-
-from .recording import Autocast
-from .signature import Signature, has_hooks
-from .state import NetworkState
+from detgraph.trainer.capture.recording import Autocast
+from detgraph.trainer.capture.signature import Signature, has_hooks
+from detgraph.trainer.capture.state import NetworkState
 
 
 def autocast_remains(device: torch.device) -> bool:

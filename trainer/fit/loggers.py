@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .loop import LightningDetectionTrainer
+    from .trainer import LightningDetectionTrainer
 
 EVENT = "on_train_epoch_end"
 # Upstream's integrations that do nothing at this event but log `lr` and the losses: called once more with other
@@ -55,16 +55,16 @@ class _Epoch:
     """Stands in for the trainer before a logger: scalars of ours for its ``lr``, no losses, the rest is the trainer."""
 
     def __init__(self, trainer: LightningDetectionTrainer, scalars: dict[str, float]) -> None:
-        vars(self).update(_trainer=trainer, lr=scalars)
+        vars(self).update(wrapped=trainer, lr=scalars)
 
     def label_loss_items(self, *args: Any, **kwargs: Any) -> dict:
         return {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        return getattr(self.wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._trainer, name, value)
+        setattr(self.wrapped, name, value)
 
 
 def log(trainer: LightningDetectionTrainer, scalars: dict[str, float]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from .golden_file import PARTS, GoldenError, environment_differences
+from .file import PARTS, GoldenError, environment_differences
 
 SAME, WITHIN, DIFFERENT = "same", "within tolerance", "different"
 

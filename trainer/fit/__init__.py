@@ -1,0 +1,1 @@
+"""Upstream's fit with the loop run by Lightning."""

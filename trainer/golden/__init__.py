@@ -1,0 +1,1 @@
+"""What a fit computed, recorded and compared to the bit."""

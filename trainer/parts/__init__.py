@@ -1,0 +1,1 @@
+"""The parts of a training step that can be recorded."""

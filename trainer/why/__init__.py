@@ -1,0 +1,1 @@
+"""Where the time of a fit goes, and what replay would bring."""
