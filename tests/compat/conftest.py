@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from ultralytics.engine.model import Model
 from ultralytics.utils import LOGGER, callbacks
 
 from arm import Log
 from detgraph import patches
+from detgraph.cfg import CaptureOptions
+from detgraph.patches.route_train import ambient_options
 from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.cli import main, read_command_line
 from emulator import EmulatingRecorder
+from steps import TINY
 
+# Most cases are about the loop: they train a network that costs little, in a file because upstream takes no other form.
+SMALL = Path(os.environ["YOLO_CONFIG_DIR"]) / "yolo26tiny.yaml"
+SMALL.write_text(yaml.safe_dump(TINY))
 FIT = {
-    "model": "yolo26n.yaml",
+    "model": str(SMALL),
     "imgsz": 64,
     "batch": 4,
     "epochs": 2,
@@ -93,3 +103,72 @@ def weights(path: Path | str) -> dict:
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
     model = checkpoint["ema"] if checkpoint["model"] is None else checkpoint["model"]
     return named(model.state_dict().items())
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+STOCK_TRAIN = Model.train
+ON, OFF, VERIFY = (CaptureOptions(capture_network=value) for value in (True, False, "verify"))
+
+
+class Stop(Exception):
+    """Ends a real training right after its trainer was built."""
+
+
+@pytest.fixture
+def stock_upstream(tmp_path, monkeypatch):
+    """Run in an empty folder, with upstream as it is installed, and leave it so."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    Model.train = STOCK_TRAIN
+    patches.revert()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Return the word that names a data set without a picture."""
+    for split in ("train", "val"):
+        (tmp_path / "images" / split).mkdir(parents=True)
+    (tmp_path / "tiny.yaml").write_text(
+        yaml.safe_dump({"path": str(tmp_path), "train": "images/train", "val": "images/val", "names": ["a"]})
+    )
+    return "data=tiny.yaml"
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """Return what upstream's logger is told, as it is told."""
+    said = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(LOGGER, level, lambda text, *_, **__: said.append(str(text)))
+    return said
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Trainers that upstream built, with the ambient options at that moment; each is stopped at once."""
+    found = []
+
+    def stop(trainer):
+        found.append((trainer, ambient_options.get()))
+        raise Stop
+
+    monkeypatch.setitem(callbacks.default_callbacks, "on_pretrain_routine_start", [stop])
+    return found
+
+
+def read(line):
+    """Return what a command line is read as."""
+    with ExitStack() as stack:
+        return read_command_line(line.split(), stack)
+
+
+def refused(capsys, *words):
+    """Run a command line that must be refused and return its one message."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2
+    assert err.startswith("yolo: error: ") and err.count("\n") == 1 and out == ""
+    return err

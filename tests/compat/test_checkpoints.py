@@ -50,7 +50,7 @@ def runs(tiny, tmp_path_factory) -> dict[str, Path]:
     torch.set_num_threads(1)
     for kind, trainer_class in (("stock", DetectionTrainer), ("ours", Replaying)):
         args = {**FIT, "optimizer": "MuSGD", "data": tiny["some"], "project": str(folder), "name": kind}
-        args.update(save_period=1, nbs=4)
+        args.update(model="yolo26n.yaml", save_period=1, nbs=4)  # the network whose checkpoints are most in use
         ours = {"capture_network": "verify", "capture_orthogonalization": True} if kind == "ours" else {}
         trainer = trainer_class(overrides={**args, **ours})
         trainer.add_callback("on_model_save", keep)

@@ -1,85 +1,23 @@
-"""The `yolo` command line: our keys in every spelling, errors before any work, and upstream's line left alone."""
+"""The `yolo` command line as it is read: our keys in every spelling, and errors before any work.
 
-import subprocess
-import sys
+What then happens to a line is in test_cli_commands.py.
+"""
+
 from contextlib import ExitStack
-from importlib.metadata import version
 
 import pytest
 import ultralytics.cfg
-import yaml
 from ultralytics.engine.model import Model
 from ultralytics.models.yolo.detect import DetectionTrainer
-from ultralytics.utils import LOGGER, YAML, callbacks
+from ultralytics.utils import YAML
 
-from detgraph import patches
 from detgraph.cfg import CaptureOptionError, CaptureOptions
-from detgraph.trainer import LightningDetectionTrainer
-from detgraph.trainer.cli import COMMANDS, main
+from detgraph.trainer.cli import main
 from detgraph.trainer.command_line import read_command_line
-from detgraph.trainer.fit.asked import ambient_options
 
-STOCK_TRAIN = Model.train
-ON, OFF, VERIFY = (CaptureOptions(capture_network=value) for value in (True, False, "verify"))
+from .conftest import OFF, ON, STOCK_TRAIN, VERIFY, Stop, read, refused
 
-
-class Stop(Exception):
-    """Ends a real training right after its trainer was built."""
-
-
-@pytest.fixture(autouse=True)
-def stock_upstream(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    yield
-    Model.train = STOCK_TRAIN
-    patches.revert()
-
-
-@pytest.fixture
-def data(tmp_path):
-    for split in ("train", "val"):
-        (tmp_path / "images" / split).mkdir(parents=True)
-    (tmp_path / "tiny.yaml").write_text(
-        yaml.safe_dump({"path": str(tmp_path), "train": "images/train", "val": "images/val", "names": ["a"]})
-    )
-    return "data=tiny.yaml"
-
-
-@pytest.fixture
-def logged(monkeypatch):
-    said = []
-    for level in ("info", "warning"):
-        monkeypatch.setattr(LOGGER, level, lambda text, *_, **__: said.append(str(text)))
-    return said
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """Trainers that upstream built, with the ambient options at that moment; each is stopped at once."""
-    found = []
-
-    def stop(trainer):
-        found.append((trainer, ambient_options.get()))
-        raise Stop
-
-    monkeypatch.setitem(callbacks.default_callbacks, "on_pretrain_routine_start", [stop])
-    return found
-
-
-def read(line):
-    with ExitStack() as stack:
-        return read_command_line(line.split(), stack)
-
-
-def refused(capsys, *words):
-    """Run a command line that must be refused and return its one message."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    out, err = capsys.readouterr()
-    assert end.value.code == 2
-    assert err.startswith("yolo: error: ") and err.count("\n") == 1 and out == ""
-    return err
+pytestmark = pytest.mark.usefixtures("stock_upstream")
 
 
 # Taking our keys out --------------------------------------------------------------------------------------------------
@@ -263,125 +201,3 @@ def test_drift_is_an_error_only_when_the_capture_is_asked_for(capsys, data, buil
             main(words)
         assert type(built.pop()[0]) is DetectionTrainer
         assert len([text for text in logged if "does not fit" in text]) == 1
-
-
-# Through upstream's entry point ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "options"), [((), None), (("capture_network=verify",), VERIFY), (("capture_network=False",), OFF)]
-)
-def test_training_reaches_our_trainer(data, built, tmp_path, words, options):
-    argv = list(ultralytics.cfg.ARGV)
-    with pytest.raises(Stop):
-        main(["train", "model=yolo26n.yaml", data, "device=cpu", f"project={tmp_path / 'runs'}", *words])
-    ((trainer, ambient),) = built
-    assert type(trainer) is LightningDetectionTrainer and ambient == options
-    assert "capture" not in (trainer.save_dir / "args.yaml").read_text()
-    assert ultralytics.cfg.ARGV == argv and ambient_options.get() is None
-
-
-def test_upstreams_errors_stay_upstreams():
-    with pytest.raises(SyntaxError, match="epoch"):
-        main(["train", "epoch=3"])
-    with pytest.raises(FileNotFoundError, match="missing"):
-        main(["train", "cfg=missing.yaml", "capture_network=True"])
-
-
-def test_upstreams_commands_run_and_need_no_patch(logged):
-    Model.train = lambda self: None
-    main(["version"])
-    assert logged == [ultralytics.__version__]
-
-
-def test_upstream_is_told_that_it_runs_as_a_command_line(built, data, monkeypatch):
-    """Its `predict` saves pictures when the program's name ends in yolo, whatever ours is called."""
-    seen = []
-    monkeypatch.setattr(ultralytics.cfg, "entrypoint", lambda: seen.append(list(ultralytics.utils.ARGV)))
-    for program, expected in (("/bin/yolo", "/bin/yolo"), ("/bin/detgraph", "yolo"), ("trainer/__main__.py", "yolo")):
-        monkeypatch.setattr(sys, "argv", [program, "predict", "source=x"])
-        main()
-        assert seen.pop() == [expected, "predict", "source=x"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("cfg capture_network=True", "capture_network"),
-        ("patches capture_network=True", "has no meaning for yolo patches"),
-        ("gloden compare a b", "Did you mean yolo golden?"),
-        ("wyh model=yolo26n.yaml", "Did you mean yolo why?"),
-    ],
-)
-def test_commands_refuse_what_is_not_theirs(capsys, line, said):
-    with pytest.raises(SystemExit) as end:
-        main(line.split())
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and said in err
-
-
-@pytest.mark.parametrize("words", [[], ["help"], ["--help"]])
-def test_help_names_our_commands_after_upstreams(capsys, logged, words):
-    main(words)
-    out = capsys.readouterr().out
-    assert any("yolo solutions help" in text for text in logged)
-    assert not [command for command in COMMANDS if f"yolo {command}" not in out]
-
-
-def test_yolo_cfg_prints_both_lists(capsys, logged):
-    main(["cfg"])
-    assert any("epochs" in text for text in logged)
-    out = capsys.readouterr().out
-    assert "capture_network: False" in out and "record_at_step: 0" in out
-    assert "capture_orthogonalization: False" in out
-
-
-@pytest.mark.parametrize("word", ["version", "--version", "-v"])
-def test_both_versions_are_told(capsys, logged, word):
-    main([word])
-    assert logged[-1] == ultralytics.__version__
-    assert capsys.readouterr().out == f"detgraph {version('detgraph')} on ultralytics {ultralytics.__version__}\n"
-
-
-def test_the_copied_list_of_arguments_has_our_keys(capsys, tmp_path):
-    """Switched off by a '#', so that the copy serves every mode; without it, the copy is a cfg= file that asks."""
-    main(["copy-cfg"])
-    file = tmp_path / "default_copy.yaml"
-    text = file.read_text()
-    assert YAML.load(file) == ultralytics.utils.DEFAULT_CFG_DICT and "take the '# ' away" in capsys.readouterr().out
-    assert read("val cfg=default_copy.yaml")[0] is None
-    assert "\n# capture_network: False # replay" in text and "\n# capture_orthogonalization: False" in text
-    file.write_text(text.replace("# capture_network: False", "capture_network: True"))
-    assert read("train cfg=default_copy.yaml")[0] == ON
-
-
-def test_yolo_patches_prints_the_series(capsys):
-    main(["patches"])
-    out = capsys.readouterr().out
-    assert "route_train: fits" in out and "replay_orthogonalization: fits" in out
-    patches.apply()
-    main(["patches"])
-    assert "route_train: applied" in capsys.readouterr().out
-    patches.revert()
-    Model.train = lambda self: None
-    with pytest.raises(SystemExit) as end:
-        main(["patches"])
-    assert end.value.code == 1
-    out = capsys.readouterr().out
-    assert "route_train: does not fit" in out and "drift:  its signature" in out
-
-
-def test_as_a_process(tmp_path):
-    """One real process: exit status, one line on stderr, no traceback, and no run folder."""
-    words = ["train", "model=yolo26n.yaml", "data=missing.yaml", "compile=True", "--capture_network", "=", "true,"]
-    done = subprocess.run(
-        [sys.executable, "-m", "detgraph.trainer", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("yolo: error: capture_network=True and compile=True") and done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_line_imports_no_lightning(tmp_path):
-    code = "import sys; from detgraph.trainer.cli import main; main(['version']); sys.exit('lightning' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0

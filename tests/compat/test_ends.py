@@ -34,8 +34,9 @@ import json, signal, sys
 from {package} import YOLO
 handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
 assert handlers[0] is signal.default_int_handler
+args = json.loads(sys.argv[1])
 try:
-    YOLO("yolo26n.yaml").train(**json.loads(sys.argv[1]))
+    YOLO(args["model"]).train(**args)
 except KeyboardInterrupt:
     assert handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     raise SystemExit(7)
@@ -259,7 +260,7 @@ def test_upstreams_errors_stay_upstreams(given, fit_args, tmp_path, monkeypatch)
     said = []
     for make, ours in ((ultralytics.YOLO, {}), (YOLO, {"capture_network": True})):
         with pytest.raises(Exception) as error:  # noqa: B017 whatever upstream raises
-            make("yolo26n.yaml").train(**{**fit_args, **given}, **ours)
+            make(fit_args["model"]).train(**{**fit_args, **given}, **ours)
         said.append((type(error.value), str(error.value).replace("fit-2", "fit")))
     assert said[0] == said[1] and said[0][0] is not CaptureOptionError
 
@@ -327,9 +328,9 @@ def test_lightning_is_quiet_under_its_older_name_too(tiny, tmp_path) -> None:
     args = {**FIT, "epochs": 1, "data": tiny["some"], "project": str(tmp_path)}
     code = f"""
 from detgraph.trainer import YOLO
-YOLO("yolo26n.yaml").train(**{args!r})
+YOLO({args["model"]!r}).train(**{args!r})
 import pytorch_lightning
-YOLO("yolo26n.yaml").train(**{args!r})
+YOLO({args["model"]!r}).train(**{args!r})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "available" not in done.stdout + done.stderr, done.stderr

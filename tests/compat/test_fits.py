@@ -41,10 +41,10 @@ def test_tune(way, fit_args, heard, request) -> None:
     args = {**fit_args, "epochs": 1, "val": False, "iterations": 1}
     del args["name"]
     if way == "ours":
-        YOLO("yolo26n.yaml").tune(capture_network=True, **args)
+        YOLO(args["model"]).tune(capture_network=True, **args)
     else:
         request.getfixturevalue("patched")
-        ultralytics.YOLO("yolo26n.yaml").tune(**args)
+        ultralytics.YOLO(args["model"]).tune(**args)
     assert len(warned(heard)) == (way == "ours")
     runs = Path(args["project"])
     (result,) = [json.loads(line) for line in next(runs.glob("tune*/tune_results.ndjson")).read_text().splitlines()]
@@ -57,7 +57,7 @@ def test_several_data_sets(tiny, fit_args, heard) -> None:
     args = {**fit_args, "data": [tiny["some"], tiny["other"]], "name": None, "epochs": 1}
     trained, found = [], {}
     for kind in ("stock", "ours"):
-        model = (ultralytics.YOLO if kind == "stock" else YOLO)("yolo26n.yaml")
+        model = (ultralytics.YOLO if kind == "stock" else YOLO)(args["model"])
         model.add_callback("on_train_start", lambda trainer: trained.append(type(trainer)))
         more = {"trainer": DetectionTrainer} if kind == "stock" else {"capture_network": True}
         metrics = model.train(**{**args, "project": f"{args['project']}/{kind}"}, **more)
@@ -176,7 +176,7 @@ def test_patched_upstream_trains_by_our_loop(patched, fit_args, heard) -> None:
 
     results = {}
     for kind in ("ours", "stock"):
-        model, events = ultralytics.YOLO("yolo26n.yaml"), []
+        model, events = ultralytics.YOLO(fit_args["model"]), []
         for event in callbacks.default_callbacks:
             model.add_callback(event, partial(note, events, event))
         more = {"trainer": DetectionTrainer} if kind == "stock" else {"capture_network": True}
@@ -262,7 +262,7 @@ def test_several_data_sets_and_no_trainer_train_what_stock_trains(kind, tiny, fi
         if run == "patched":
             request.getfixturevalue("patched")
         torch.manual_seed(0)
-        model = (YOLO if run == "ours" else ultralytics.YOLO)("yolo26n.yaml")
+        model = (YOLO if run == "ours" else ultralytics.YOLO)(args["model"])
         more = {} if run == "stock" else {"capture_network": True}
         model.train(**{**args, "project": f"{args['project']}/{run}"}, **more)
         found[run] = [weights(one.last) for one in model.trainer.trainers]

@@ -6,12 +6,10 @@ import gc
 import weakref
 
 import pytest
-import yaml
 
 from detgraph.trainer import LightningDetectionTrainer
 from detgraph.trainer.capture.recording import Recording
 from emulator import EmulatingRecorder
-from steps import TINY
 
 HOW = ("eager", "replayed", "verified", "failed", "interrupted", "failed recording")
 
@@ -23,10 +21,8 @@ class Failing(EmulatingRecorder):
 
 
 @pytest.fixture
-def tiny_args(fit_args, tmp_path) -> dict:
-    network = tmp_path / "yolo26tiny.yaml"
-    network.write_text(yaml.safe_dump(TINY))
-    return {**fit_args, "model": str(network), "optimizer": "SGD", "batch": 2, "epochs": 1, "exist_ok": True}
+def tiny_args(fit_args) -> dict:
+    return {**fit_args, "batch": 2, "epochs": 1, "exist_ok": True}
 
 
 def run_fit(how: str, args: dict) -> tuple[list[weakref.ref], int]:

@@ -31,7 +31,7 @@ def logged(tiny, tmp_path):
     def run(kind: str, logger: str, keys: dict, **environment: str) -> dict:
         folder = tmp_path / f"{kind}{len(list(tmp_path.iterdir()))}"
         put_font(folder / "config")
-        args = {**FIT, "optimizer": "SGD", "data": tiny["some"], "project": "runs", "name": "fit"}
+        args = {**FIT, "data": tiny["some"], "project": "runs", "name": "fit"}
         inherited = {key: value for key, value in os.environ.items() if key not in NOT_FOR_CHILDREN}
         more = {"YOLO_CONFIG_DIR": str(folder / "config"), "PYTHONPATH": import_path(HERE.parent), **environment}
         words = [kind, *map(json.dumps, (args, {**NO_LOGGER, logger: True}, keys))]

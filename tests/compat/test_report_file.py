@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from detgraph.trainer import LightningDetectionTrainer, report
+from detgraph.trainer import LightningDetectionTrainer
+from detgraph.trainer.capture import report
 from emulator import EmulatingRecorder
 from steps import TINY
 

@@ -13,8 +13,12 @@ from ultralytics.engine.model import Model
 from ultralytics.optim import muon
 from ultralytics.utils import LOGGER
 
-from detgraph.trainer import LightningDetectionTrainer, why, why_clock, why_measure, why_words
+from detgraph.trainer import LightningDetectionTrainer
 from detgraph.trainer.cli import main
+from detgraph.trainer.why import clock as why_clock
+from detgraph.trainer.why import command as why
+from detgraph.trainer.why import measure as why_measure
+from detgraph.trainer.why import words as why_words
 from detgraph.trainer.why.report import PHASES, Look
 from emulator import EmulatingRecorder
 from schemas import complaints

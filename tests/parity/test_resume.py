@@ -141,7 +141,7 @@ def continued(cut: Path, **args) -> Replaying:
 def test_the_options_of_a_fit_are_remembered(small_data, tmp_path) -> None:
     """Asked for once, the capture is in force after a resume; said otherwise, it is not; and that is kept as well."""
     given = {"capture_network": True, "capture_orthogonalization": True, "self_check": False, "max_recordings": 2}
-    cut = cut_fit(small_data, tmp_path, capture_options=given)
+    cut = cut_fit(small_data, tmp_path, capture_options=given, optimizer="MuSGD")
     shutil.copytree(cut, tmp_path / "other")
 
     again = continued(cut)

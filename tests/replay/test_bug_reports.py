@@ -23,7 +23,7 @@ from detgraph.trainer.parts import network, network_program
 from steps import SHAPE, Fit, Wrapped, make_batch, twin
 
 PRECISIONS = pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["fp32", "bf16"])
-YOLO26 = {"model": "yolo26n.yaml", "optimizer": "MuSGD", "ema": True}
+YOLO26 = {"model": "yolo26n.yaml", "ema": True}
 
 
 # A01: several backward passes per optimizer step ------------------------------------------------------------------

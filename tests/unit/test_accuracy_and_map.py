@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from ultralytics.utils import LOGGER
 
 from fixtures import script, scripts  # noqa: F401 fixture
 from helpers import ROOT
@@ -120,8 +121,16 @@ def test_records_of_other_scripts_are_not_shown(other, capsys):
     assert f"{path} is a record of {other}.py: give bench.py one of its own" in capsys.readouterr().err
 
 
+@pytest.fixture
+def levels():
+    """Give upstream's logger its level back: `map.py` takes it from its process, which goes on here."""
+    level = LOGGER.level
+    yield
+    LOGGER.setLevel(level)
+
+
 @pytest.mark.parametrize(("name", "more"), [("bench", []), ("accuracy", ["data.yaml"]), ("map", ["data.yaml"])])
-def test_negative_budget_is_refused(name, more, tmp_path, capsys, monkeypatch):
+def test_negative_budget_is_refused(name, more, tmp_path, capsys, monkeypatch, levels):
     words = [str(tmp_path / "r.json"), *more, "--budget", "-5"]
     monkeypatch.setattr("sys.argv", [name, *words])
     assert script(name).main() == 2
