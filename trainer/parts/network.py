@@ -305,7 +305,7 @@ class GraphedNetworkStep(RecordingHolder, EagerNetworkStep):
             wrong = proof.verdict(expected, recording.rehearse(), unverifiable)
             own = {f"gradient of {name}": parameter.grad for name, parameter in observed.alone.items()}
             own = {name: None if gradient is None else gradient.cpu() for name, gradient in own.items()}
-            return wrong or proof.verdict(expected, own, unverifiable, "the step itself")
+            return wrong or proof.verdict(observed.accumulated(expected), own, unverifiable, "the step itself")
 
         try:
             with observed.state().put_back():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from detgraph.models import NetworkView
+from detgraph.trainer.capture.proof import Results
 from detgraph.trainer.capture.recording import Autocast
 from detgraph.trainer.capture.signature import Signature, has_hooks
 from detgraph.trainer.capture.state import NetworkState
@@ -28,8 +29,8 @@ class Observed:
         mode: the autocast state that the forward ran in.
         before: buffers, tensors kept elsewhere, and generators before the forward.
         signature: all that a replay would bake in, before the forward.
-        alone: the parameters, by name, whose gradient will be this step's and nothing else: it was None before, and no
-            hook changes it.
+        alone: the parameters, by name, whose gradient no hook changes: what it was before, and this step's.
+        earlier: what it was before, on the host, where it was not None.
         incoming: one gradient per output, as the objective's backward sends it; None where none arrived.
     """
 
@@ -39,6 +40,7 @@ class Observed:
     before: NetworkState
     signature: Signature
     alone: dict[str, nn.Parameter]
+    earlier: dict[str, Tensor]
     incoming: list[Tensor | None] = field(default_factory=list)
     _handles: list = field(default_factory=list)
 
@@ -50,12 +52,23 @@ class Observed:
         signature = Signature(network, images)
         before = NetworkState.take(network, images.device, signature.reach.tensors.values())
         parameters = network.named_parameters()
-        alone = {name: p for name, p in parameters if p.requires_grad and p.grad is None and not has_hooks(p)}
-        return cls(view, images.detach(), mode, before, signature, alone)
+        alone = {name: p for name, p in parameters if p.requires_grad and not has_hooks(p)}
+        earlier = {name: p.grad.to("cpu", copy=True) for name, p in alone.items() if p.grad is not None}
+        return cls(view, images.detach(), mode, before, signature, alone, earlier)
 
     def state(self) -> NetworkState:
         """Return a copy of what ``before`` is a copy of, as it is now."""
         return NetworkState.take(self.view.model, self.images.device, self.signature.reach.tensors.values())
+
+    def accumulated(self, expected: Results) -> Results:
+        """Return what the gradients of the step itself are by now, on the host, if its own part is as ``expected``."""
+        sums = {}
+        for name, parameter in self.alone.items():
+            own, earlier = expected[f"gradient of {name}"], self.earlier.get(name)
+            if own is not None and earlier is not None:
+                own = (earlier.to(parameter.device) + own.to(parameter.device)).cpu()
+            sums[f"gradient of {name}"] = earlier if own is None else own
+        return sums
 
     def drawn_on_the_host(self) -> str | None:
         """Return that the step has drawn random numbers that a replay would not draw again, or None."""
