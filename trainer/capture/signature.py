@@ -81,7 +81,7 @@ class Signature(Guards):
         self._modules = list(paths)
         self._paths = list(paths.values())
         self._images: Tensor | None = images
-        self.reach = Reach(root)
+        self.reach = Reach(root, device=images.device)
         super().__init__([
             *self._input_guards(),
             *self._context_guards(images.device.type),
@@ -171,6 +171,21 @@ class Signature(Guards):
                         return f"{kind[:-1]} {name} of {owner[id(container)]} was replaced"
             return "a parameter, buffer or module was replaced"
 
+        dictionaries, present = itemgetter(*CONTAINERS, *MODULE_HOOKS), attrgetter("__dict__")
+        placed = list(map(dictionaries, own))
+
+        def in_place() -> bool:
+            """Whether the modules still look into the dictionaries that the guards of their contents read."""
+            try:
+                return list(map(dictionaries, map(present, modules))) == placed  # by identity first
+            except RuntimeError:  # another one, with other tensors
+                return False
+
+        def moved(baked: bool, now: bool) -> str:
+            there = zip(paths, placed, map(dictionaries, map(present, modules)), strict=True)
+            path = next(path for path, old, new in there if not all(map(is_, old, new)))
+            return f"dictionaries of {path} were replaced"
+
         kinds = [name.strip("_") for name in CONTAINERS]
         sizes = [(container, len(container)) for container in containers]
         owner = {id(c): path for path, i in zip(paths, range(len(paths)), strict=True) for c in containers[3 * i :][:3]}
@@ -206,6 +221,7 @@ class Signature(Guards):
         return [
             Guard("network", lambda: id(model.model), lambda baked, now: "the network (model.model) was replaced"),
             Guard("module classes", lambda: list(map(type, modules)), kind_of),
+            Guard("dictionaries", in_place, moved),
             Guard("contents of attributes", kept.reader(), content),
             Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),
             Guard("set of module attributes", lambda: list(map(len, own)), number),
