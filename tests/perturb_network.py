@@ -7,6 +7,7 @@ CUDA libraries, and modes whose effect another part of PyTorch already reports).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from copy import deepcopy
@@ -218,6 +219,13 @@ def set_data(path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Event
     return event
 
 
+def hook_in_new_dictionary(fit: Fit) -> None:
+    """Clear the hooks of a layer as snippets do, and register one."""
+    norm = fit.layer("3.bn")
+    norm._forward_hooks = OrderedDict()
+    norm.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
 def set_attribute(path: str, name: str, value: object) -> Event:
     return lambda fit: setattr(fit.layer(path), name, value)
 
@@ -232,6 +240,9 @@ PERTURBATIONS: dict[str, Perturbation] = {
     "input device": Perturbation(image(lambda x: x.to("meta")), "cpu -> meta", "state"),
     "input strides": Perturbation(image(lambda x: x.to(memory_format=torch.channels_last)), "input strides", "state"),
     "input requires_grad": Perturbation(image(lambda x: x.requires_grad_()), "False -> True"),
+    "default dtype": Perturbation(
+        flag(torch.get_default_dtype, torch.set_default_dtype, torch.float64), "float32 -> torch.float64", "state"
+    ),
     "grad mode": Perturbation(context(torch.no_grad), "True -> False", "state"),
     "inference mode": Perturbation(context(inference_with_gradients), "False -> True", "state"),
     "autocast": Perturbation(lambda fit: setattr(fit, "amp", torch.bfloat16), "False -> True"),
@@ -268,6 +279,7 @@ PERTURBATIONS: dict[str, Perturbation] = {
     "saved layer indices": Perturbation(lambda fit: fit.model.save.remove(2), "saved layer indices", "outcome"),
     "network": Perturbation(replace_network, "network"),
     "module classes": Perturbation(set_attribute("3.act", "__class__", TwiceSiLU), "SiLU -> TwiceSiLU"),
+    "dictionaries": Perturbation(hook_in_new_dictionary, "dictionaries of model.3.bn were replaced"),
     "module attributes": Perturbation(set_attribute("3.bn", "momentum", 0.5), "momentum of model.3.bn: 0.03 -> 0.5"),
     "set of module attributes": Perturbation(set_attribute("3.act", "forward", F.relu), "new: forward"),
     "object attributes": Perturbation(

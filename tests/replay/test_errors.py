@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from detgraph.trainer.capture import (
+    contents,
     gradients,
     guards,
     holder,
@@ -33,11 +34,13 @@ from detgraph.trainer.parts import network, network_program
 from emulator import EmulatingRecorder
 from probe import SHAPE, ProbeFit
 
-PARTS = {Path(m.__file__) for m in (gradients, guards, lending, network_program, proof, reach, signature, states)}
+PARTS = {
+    Path(m.__file__) for m in (contents, gradients, guards, lending, network_program, proof, reach, signature, states)
+}
 HOLDING = {Path(m.__file__) for m in (holder, memory, network, network_program, passes, recording, gradients)}
 STEPS = 6
 # These put back what has been moved: where they fail, no fit can go on, and they say so.
-NO_WAY_ON = {"restore", "put_back", "_fill", "_refill", "_fill_cells", "write"}
+NO_WAY_ON = {"restore", "put_back", "fill", "refill", "refill_bytes", "fill_cells", "write"}
 # These run in autograd's own backward or at the end, and neither takes memory nor asks the device.
 PLAIN = {"load", "load_backward", "hand_out", "_own_is_free", "_have_own", "_count", "release", "_adopters"}
 

@@ -134,8 +134,8 @@ class MeanProgram(Program):
     def results(self, of=None):
         return {"mean": (self.mean if of is None else of[0][0]).clone()}
 
-    def own(self):
-        return {"mean": self.seen}
+    def own(self, expected):
+        return expected, {"mean": self.seen}
 
     def change(self, *live):
         return None

@@ -133,6 +133,7 @@ def _context(device_type: str) -> dict[str, Callable[[], object]]:
     return {
         "grad mode": torch.is_grad_enabled,
         "inference mode": torch.is_inference_mode_enabled,
+        "default dtype": torch.get_default_dtype,
         "autocast": lambda: torch.is_autocast_enabled(device_type),
         "autocast dtype": lambda: torch.get_autocast_dtype(device_type),
         "autocast cache": torch.is_autocast_cache_enabled,

@@ -189,7 +189,7 @@ class Holder:
             program.rewind()
             wrong = proof.verdict(expected, recording.rehearse(), unverifiable) or program.objection()
         if wrong is None:
-            wrong = proof.verdict(expected, program.own(), unverifiable, "the step itself")
+            wrong = proof.verdict(*program.own(expected), unverifiable, "the step itself")
         if wrong is None:
             self.report.unverifiable += sorted(unverifiable - set(self.report.unverifiable))
             if self.options.asked.get(self.key) == "verify" and unverifiable:

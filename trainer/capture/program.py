@@ -74,8 +74,11 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def own(self) -> Results:
-        """Return the results, by the same names, that the fit's own step has left, as far as they can be told."""
+    def own(self, expected: Results) -> tuple[Results, Results]:
+        """Return what the fit's own step should have left if ``expected`` is what it computed, and what it has left.
+
+        By the names of results, as far as they can be told.
+        """
 
     def objection(self) -> str | None:
         """Return what else than values a replay would get wrong, in words, or None."""

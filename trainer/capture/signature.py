@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_private
+from .contents import difference
 from .guards import Guard, Guards, first_difference, from_to, process_guards, process_obstacle
-from .reach import INTERNAL, Reach, difference
+from .reach import INTERNAL, Reach
 from .torch_private import CONTAINERS, MODULE_HOOKS
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
@@ -77,7 +78,7 @@ class Signature(Guards):
         self._modules = list(paths)
         self._paths = list(paths.values())
         self._images: Tensor | None = images
-        self.reach = Reach(root)
+        self.reach = Reach(root, device=images.device)
         super().__init__([
             *self._input_guards(),
             *process_guards(images.device.type),
@@ -152,6 +153,21 @@ class Signature(Guards):
                         return f"{kind[:-1]} {name} of {owner[id(container)]} was replaced"
             return "a parameter, buffer or module was replaced"
 
+        dictionaries, present = itemgetter(*CONTAINERS, *MODULE_HOOKS), attrgetter("__dict__")
+        placed = list(map(dictionaries, own))
+
+        def in_place() -> bool:
+            """Whether the modules still look into the dictionaries that the guards of their contents read."""
+            try:
+                return list(map(dictionaries, map(present, modules))) == placed  # by identity first
+            except RuntimeError:  # another one, with other tensors
+                return False
+
+        def moved(baked: bool, now: bool) -> str:
+            there = zip(paths, placed, map(dictionaries, map(present, modules)), strict=True)
+            path = next(path for path, old, new in there if not all(map(is_, old, new)))
+            return f"dictionaries of {path} were replaced"
+
         kinds = [name.strip("_") for name in CONTAINERS]
         sizes = [(container, len(container)) for container in containers]
         owner = {id(c): path for path, i in zip(paths, range(len(paths)), strict=True) for c in containers[3 * i :][:3]}
@@ -185,6 +201,7 @@ class Signature(Guards):
 
         return [
             Guard("module classes", lambda: list(map(type, modules)), kind_of),
+            Guard("dictionaries", in_place, moved),
             Guard("contents of attributes", kept.reader(), content),
             Guard("module attributes", lambda: [read(attributes) for attributes, read in readers], attribute),
             Guard("set of module attributes", lambda: list(map(len, own)), number),

@@ -52,8 +52,8 @@ class NetworkProgram(Differentiable):
     Attributes:
         view: the network as tensors in, tensors out.
         signature: all that a replay bakes in, before the forward.
-        alone: the parameters, by name, whose gradient will be this step's and nothing else: it was None before, and no
-            hook changes it.
+        alone: the parameters, by name, whose gradient no hook changes: what it was before, and this step's.
+        earlier: what it was before, on the host, where it was not None.
         input: the static input; ``load`` copies into it, which broadcasts: the caller guarantees the shape.
         output_gradients: static incoming gradients of the used outputs, in the objective's layout.
         gradients: what the parameters get, in their order; None before `captured`.
@@ -68,7 +68,8 @@ class NetworkProgram(Differentiable):
         self.signature = network_signature(model, images)
         self.before = NetworkState.take(model, images.device, self.signature.reach.tensors.values())
         named = model.named_parameters()
-        self.alone = {name: p for name, p in named if p.requires_grad and p.grad is None and not has_hooks(p)}
+        self.alone = {name: p for name, p in named if p.requires_grad and not has_hooks(p)}
+        self.earlier = {name: p.grad.to("cpu", copy=True) for name, p in self.alone.items() if p.grad is not None}
         self.input = images.detach()
         self.output_gradients: tuple[Tensor, ...] = ()
         self.gradients: ReusedGradients | None = None
@@ -178,12 +179,20 @@ class NetworkProgram(Differentiable):
         outputs, gradients = of or (self.outputs, self.gradients.all)
         return proof.results(self.model, outputs, gradients, self.signature.reach.tensors)
 
-    def own(self) -> proof.Results:
-        own = {f"gradient of {name}": parameter.grad for name, parameter in self.alone.items()}
-        return {name: None if gradient is None else gradient.cpu() for name, gradient in own.items()}
+    def own(self, expected: proof.Results) -> tuple[proof.Results, proof.Results]:
+        """Compare gradients: what came before in the same window of accumulation, and this step's added to it."""
+        should, found = {}, {}
+        for name, parameter in self.alone.items():
+            result = f"gradient of {name}"
+            own, earlier, gradient = expected[result], self.earlier.get(name), parameter.grad
+            if own is not None and earlier is not None:
+                own = (earlier.to(parameter.device) + own.to(parameter.device)).cpu()
+            should[result] = earlier if own is None else own
+            found[result] = None if gradient is None else gradient.cpu()
+        return should, found
 
     def adopted(self) -> None:
-        self.before, self.alone = None, {}
+        self.before, self.alone, self.earlier = None, {}, {}
 
     # Replaying it -----------------------------------------------------------------------------------------------
 
@@ -213,7 +222,7 @@ class NetworkProgram(Differentiable):
         gradients, model = self.gradients, self.model
         self.model = self.view = self.signature = self.gradients = self.before = self.input = None
         self.outputs = self.output_gradients = self.leaves = self._forward = ()
-        self._incoming, self._handles, self._aliases, self.alone = [], [], {}, {}
+        self._incoming, self._handles, self._aliases, self.alone, self.earlier = [], [], {}, {}, {}
         try:
             if gradients is not None:
                 gradients.release(model.parameters())

@@ -173,8 +173,8 @@ class OrthogonalizationProgram(Program):
         found = self._collected([call.results for call in self.calls] if of is None else of)
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
 
-    def own(self) -> Results:
-        return {name: tensor.detach().cpu() for name, tensor in self._own.items()}
+    def own(self, expected: Results) -> tuple[Results, Results]:
+        return expected, {name: tensor.detach().cpu() for name, tensor in self._own.items()}
 
     def objection(self) -> str | None:
         """Return the first update whose replay lies otherwise in memory: what reads it might then run other kernels."""
