@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .contents import SCALARS, Other, contents, difference, entries, fill, fill_cells, refill, refill_bytes
+from .contents import SCALARS, Other, cells, contents, difference, entries, fill, fill_cells, refill, refill_bytes
 from .state import as_bytes
 from .torch_private import own_tensors
 
