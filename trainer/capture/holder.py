@@ -177,6 +177,8 @@ class Holder:
             self.recorder.settle(recent=True)
             program.rewind()
             recording.capture(memory)
+        if moved := program.moved():  # by the extra passes, and not by the step
+            raise RuntimeError(f"the {program.part} changes as it is recorded: {moved}")
         unverifiable = set(proof.differences(expected, control))
         recorded = time.perf_counter()
         self.report.seconds["recording"] += recorded - started

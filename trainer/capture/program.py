@@ -58,11 +58,11 @@ class Program(ABC):
 
     @abstractmethod
     def captured(self, results: Sequence[Sequence[Tensor | None]]) -> None:
-        """Take what the recorded segments have returned: static results from now on, written by every replay.
+        """Take what the recorded segments have returned: static results from now on, written by every replay."""
 
-        Raises:
-            RuntimeError: if running has moved what cannot be put back.
-        """
+    def moved(self) -> str | None:
+        """Return what running has moved besides results and footprint, so that replays would miss it, or None."""
+        return None
 
     # Proving it -------------------------------------------------------------------------------------------------
 
