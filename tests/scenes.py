@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -33,8 +33,8 @@ class Kind:
     bfloat16: bool = False
     weights: bool = False
 
-    def autocast(self) -> AbstractContextManager:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16)
+    def autocast(self, device: str = "cpu") -> AbstractContextManager:
+        return torch.autocast(device, torch.bfloat16, enabled=self.bfloat16)
 
 
 KINDS = [
@@ -98,12 +98,12 @@ class Scene:
 class Setting:
     """One objective, with static tensors in the place of a network's outputs."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        network, self.view, outputs = _network(kind)
+    def __init__(self, kind: Kind, device: str = "cpu") -> None:
+        self.kind, self.device = kind, device
+        network, self.view, outputs = _network(kind, device)
         self.criterion = network.init_criterion()
         self.outputs = [output.detach().clone().requires_grad_() for output in outputs]
-        self.incoming = torch.rand(3, generator=torch.Generator().manual_seed(3))
+        self.incoming = torch.tensor([0.3, 1.7, 0.9], device=device)
         self.objective = RecordableObjective(self.criterion, self.view.restore)
 
     def put(self, scene: Scene) -> None:
@@ -111,11 +111,14 @@ class Setting:
             for output, values in zip(self.outputs, scene.predictions(self.outputs), strict=True):
                 output.copy_(values)
 
+    def batch(self, scene: Scene) -> dict[str, Tensor]:
+        return {key: value.to(self.device) for key, value in scene.batch().items()}
+
     def eager(self, scene: Scene) -> list[Tensor]:
         """Return what upstream's own objective makes of a scene: loss, items, gradients of all outputs."""
         self.put(scene)
-        with self.kind.autocast():
-            return self.results(*self.criterion(self.view.restore(tuple(self.outputs)), scene.batch()))
+        with self.kind.autocast(self.device):
+            return self.results(*self.criterion(self.view.restore(tuple(self.outputs)), self.batch(scene)))
 
     def results(self, loss: Tensor, items: dict[str, Tensor]) -> list[Tensor]:
         gradients = torch.autograd.grad(loss, self.outputs, self.incoming, allow_unused=True)
@@ -123,42 +126,42 @@ class Setting:
 
     def learn(self, scene: Scene):
         self.put(scene)
-        with self.kind.autocast():
-            return self.objective.learn(self.outputs, scene.batch())
+        with self.kind.autocast(self.device):
+            return self.objective.learn(self.outputs, self.batch(scene))
 
     def fixed(self, scene: Scene, places: Sequence[int], boxes: int = 8, rows: int = 24) -> list[Tensor]:
         """Return what the objective with fixed sizes makes of a scene, without a recording."""
         self.put(scene)
-        targets = Targets(len(scene.boxes), rows, boxes, torch.device("cpu"))
-        targets.load(scene.batch())
-        with self.kind.autocast():
+        targets = Targets(len(scene.boxes), rows, boxes, torch.device(self.device))
+        targets.load(self.batch(scene))
+        with self.kind.autocast(self.device):
             return self.results(*self.objective.run(self.outputs, targets, places))
 
 
 @cache
-def _network(kind: Kind):
+def _network(kind: Kind, device: str):
     torch.manual_seed(0)
     tiny = deepcopy(TINY) | {"nc": CLASSES, "end2end": kind.end2end, "reg_max": kind.reg_max}
-    network = DetectionModel(tiny, verbose=False).train()
+    network = DetectionModel(tiny, verbose=False).train().to(device)
     network.args = get_cfg(overrides={"epochs": 6})
     if kind.weights:
         network.class_weights = torch.linspace(0.5, 1.5, CLASSES)
     view = NetworkView(network)
-    with torch.no_grad(), kind.autocast():
-        return network, view, view(torch.rand(IMAGES, 3, SIDE, SIDE))
+    with torch.no_grad(), kind.autocast(device):
+        return network, view, view(torch.rand(IMAGES, 3, SIDE, SIDE).to(device))
 
 
 class Recording:
-    """Forward and backward of an objective on tapes, with what runs between them. As on CUDA, a piece runs only then."""
+    """Forward and backward of an objective on tapes, and what runs between them: as on CUDA, only at a replay."""
 
     def __init__(self, setting: Setting, places: Sequence[int], boxes: int = 8, rows: int = 24) -> None:
         self.setting = setting
-        self.targets = Targets(IMAGES, rows, boxes, torch.device("cpu"))
+        self.targets = Targets(IMAGES, rows, boxes, torch.device(setting.device))
         self.parts: list[Callable[[], None]] = []
         self._memory = EmulatedMemory()
         self._open()
         try:
-            with setting.kind.autocast():
+            with setting.kind.autocast(setting.device):
                 self.results = setting.results(*setting.objective.run(setting.outputs, self.targets, places, self.cut))
         finally:
             self._close()
@@ -178,11 +181,31 @@ class Recording:
 
     def replay(self, scene: Scene) -> list[Tensor]:
         self.setting.put(scene)
-        self.targets.load(scene.batch())
+        self.targets.load(self.setting.batch(scene))
         self.setting.objective.refresh()
         for part in self.parts:
             part()
         return self.results
+
+
+class CudaRecording(Recording):
+    """The same on a GPU, as graphs."""
+
+    def __init__(self, setting: Setting, *args, **kwargs) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            super().__init__(setting, *args, **kwargs)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _open(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _close(self) -> None:
+        self._graph.capture_end()
+        self.parts.append(self._graph.replay)
 
 
 def different(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[int]:
@@ -202,6 +225,3 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), float("nan"), tensor).contiguous().view(-1).view(torch.uint8)
-
-
-__all__ = ["BOXES", "IMAGES", "KINDS", "OUTPUTS", "Kind", "Recording", "Scene", "Setting", "different", "replace"]
