@@ -151,7 +151,7 @@ def row_by_row(func: Callable, args: tuple, kwargs: dict, tags: Tags) -> Tag | N
     """Return the mark of the result of a call with counted rows; raises ``UnknownOperation`` if rows could mix."""
     if func in OF_THE_KIND:
         return None
-    tag = tags(args[0])
+    tag = tags(args[0]) if args else None
     if func in ELEMENTWISE:
         return _elementwise(func, args, kwargs, tags)
     if tag is None or any(tags(value) for value in flat((args[1:], kwargs))) and func is not Tensor.gather:
@@ -166,6 +166,8 @@ def row_by_row(func: Callable, args: tuple, kwargs: dict, tags: Tags) -> Tag | N
 def _elementwise(func: Callable, args: tuple, kwargs: dict, tags: Tags) -> Tag:
     if func is F.l1_loss and _said(kwargs) != {"reduction": "none"}:
         raise unknown(func, "with a reduction")
+    if func in POWERS and isinstance(args[1], Tensor):
+        raise unknown(func, "of tensors")
     if any(isinstance(value, Tensor) for value in flat(kwargs)):
         raise unknown(func, "with tensors by keyword")
     if func in IN_PLACE and tags(args[0]) is None:
@@ -214,11 +216,10 @@ def _reduction(args: tuple, kwargs: dict, tags: Tags) -> bool:
     return len(args) == 2 and kwargs == {"keepdim": True} and _inner(args, kwargs)
 
 
-# A device may sum a long row in another order when there are few rows. These sums have at most one summand that is not
-# zero, or four.
+REDUCTIONS = {Tensor.sum, Tensor.mean}
+SHORT_ROW = 16  # summed in one order, however many rows there are; longer ones are not
 IN_A_ROW: dict[Callable, Callable[[tuple, dict, Tags], bool]] = {
-    Tensor.sum: _reduction,
-    Tensor.mean: _reduction,
+    **dict.fromkeys(REDUCTIONS, _reduction),
     Tensor.chunk: lambda args, kwargs, tags: len(args) == 3 and not kwargs and _inner(args, kwargs),
     Tensor.squeeze: lambda args, kwargs, tags: len(args) == 2 and not kwargs and _inner(args, kwargs),
     F.log_softmax: lambda args, kwargs, tags: len(args) == 1 and set(_said(kwargs)) == {"dim"} and _inner(args, kwargs),

@@ -25,6 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .counted import (
     OF_THE_KIND,
     POWERS,
+    REDUCTIONS,
+    SHORT_ROW,
     SIMPLE_POWERS,
     CapacityExceeded,
     Counted,
@@ -47,7 +49,8 @@ FROM_DATA = {torch.tensor, torch.as_tensor}
 TO_DEVICE = {Tensor.to, Tensor.type_as}
 MAY_BE_DYNAMIC = {"aten::index", "aten::_unsafe_index"}  # only with a mask, which is looked for
 INDEXING = MAY_BE_DYNAMIC | {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-READS = {"aten::is_nonzero", "aten::nonzero_static", "aten::histc", "aten::masked_scatter", "aten::masked_scatter_"}
+READS = {"aten::is_nonzero", "aten::nonzero_static", "aten::histc"}
+READ_ON_HOST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}  # beside what dispatches
 MASKS = (torch.bool, torch.uint8)
 PLAIN = int | float | str | None | torch.dtype | torch.device | torch.layout
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
@@ -142,6 +145,8 @@ class FixedSizes(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         if error is None:
             self._constants.check()
+            if self._read < len(self._watched):
+                raise UnknownOperation(f"{self._watched[-1][0]}: counted, and nothing is computed from the count")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -150,6 +155,8 @@ class FixedSizes(TorchFunctionMode):
             raise unknown(func, "with the shape of counted rows")
         if any(isinstance(value, Tensor) and value in self._host for value in values):
             return self._from_host(func, args, kwargs)
+        if func in READ_ON_HOST:
+            raise unknown(func, "reads the device on the host")
         if func in FROM_DATA or func in FACTORIES and kwargs.get("device") is None:
             return self._made_on_host(func, args, kwargs)
         if func is Tensor.nonzero:
@@ -243,8 +250,8 @@ class FixedSizes(TorchFunctionMode):
             shape.tag = self._tag(args[0])
             return shape
         tag = row_by_row(func, args, kwargs, self._tag)
-        if func in POWERS and self._is_place_dependent(*args):
-            result = self._on_the_slice(func, args, tag)
+        if tag is not None and self._has_other_bits(func, args):
+            result = self._on_the_slice(func, args, kwargs, tag)
         else:
             args = [value.whole() if isinstance(value, CountedShape) else value for value in args]
             result = self._call(func, args, kwargs)
@@ -286,16 +293,24 @@ class FixedSizes(TorchFunctionMode):
             raise unknown(Tensor.__setitem__, "of counted rows into what may not be zero")
         self._call(Tensor.__setitem__, (target, tag.rows.targets, tag.rows.only_valid(value)), {})
 
-    def _is_place_dependent(self, base: object, exponent: object) -> bool:
-        """Return whether a power has other bits elsewhere in a tensor: on a CPU, where the ends are computed apart."""
-        return self._device.type == "cpu" and exponent not in SIMPLE_POWERS
+    def _has_other_bits(self, func: Callable, args: tuple) -> bool:
+        """Return whether a row's result depends on how many rows there are, or on where the row is.
 
-    def _on_the_slice(self, func: Callable, args: tuple, tag: Tag) -> Tensor:
-        base, exponent = args
-        if tag.factor != 1 or base.requires_grad or isinstance(exponent, Tensor):
-            raise unknown(func, "of counted rows on a CPU")
-        result = base.new_zeros(base.shape, dtype=func(base[:0], exponent).dtype)
-        self._between(tag.rows, lambda number: result[:number].copy_(func(base[:number], exponent)))
+        Long rows are summed in another order when there are few. A processor computes the ends of a tensor by other
+        instructions than its middle, which a power shows.
+        """
+        if func in REDUCTIONS:
+            return args[0].shape[args[1]] > SHORT_ROW
+        return func in POWERS and self._device.type == "cpu" and args[1] not in SIMPLE_POWERS
+
+    def _on_the_slice(self, func: Callable, args: tuple, kwargs: dict, tag: Tag) -> Tensor:
+        """Compute the rows that there are, and nothing beyond, as upstream would."""
+        rows, *others = args
+        if tag.factor != 1 or rows.requires_grad or any(isinstance(value, Tensor) for value in others):
+            raise unknown(func, "of counted rows, whose bits depend on their number,")
+        like = func(rows[:0], *others, **kwargs)
+        result = torch.zeros(rows.shape[:1] + like.shape[1:], dtype=like.dtype, device=like.device)
+        self._between(tag.rows, lambda number: result[:number].copy_(func(rows[:number], *others, **kwargs)))
         return result
 
     def _sum(self, rows: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ def test_one_place_too_few(at):
     kind, places = KINDS[0], [*setting(KINDS[0]).learn(CROWDED).places]
     assert not different(eager(kind, CROWDED), setting(kind).fixed(CROWDED, places))
     places[at] -= 1
-    with pytest.raises(CapacityExceeded, match=f"{places[at] + 1} places of mask {at + 1}, but places for {places[at]}"):
+    with pytest.raises(
+        CapacityExceeded, match=f"{places[at] + 1} places of mask {at + 1}, but places for {places[at]}"
+    ):
         setting(kind).fixed(CROWDED, places)
 
 
