@@ -19,7 +19,7 @@ from detgraph.models.targets import Targets
 from emulator import EmulatedMemory, EmulatedTape
 from steps import TINY
 
-IMAGES, SIDE, CLASSES = 3, 64, 5
+IMAGES, SIDE = 3, 64
 BOXES = ("usual", "tiny", "outside", "flat", "whole", "alike")
 OUTPUTS = ("usual", "alike", "nan", "infinite", "far", "one nan")
 
@@ -32,6 +32,7 @@ class Kind:
     reg_max: int = 1
     bfloat16: bool = False
     weights: bool = False
+    classes: int = 5
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager:
         return torch.autocast(device, torch.bfloat16, enabled=self.bfloat16)
@@ -39,7 +40,7 @@ class Kind:
 
 KINDS = [
     Kind(),
-    Kind(bfloat16=True, weights=True),
+    Kind(bfloat16=True, weights=True, classes=20),
     Kind(end2end=False, reg_max=16, weights=True),
     Kind(end2end=False, reg_max=16, bfloat16=True),
     Kind(reg_max=16),
@@ -76,7 +77,7 @@ class Scene:
                 centres[at], sides[at] = centres[0], sides[0]
         return {
             "batch_idx": torch.tensor([image for image, n in enumerate(self.boxes) for _ in range(n)]).float(),
-            "cls": torch.randint(0, CLASSES, (number, 1), generator=draw).float(),
+            "cls": torch.randint(0, 5, (number, 1), generator=draw).float(),
             "bboxes": torch.cat((centres, sides), 1),
         }
 
@@ -141,11 +142,11 @@ class Setting:
 @cache
 def _network(kind: Kind, device: str):
     torch.manual_seed(0)
-    tiny = deepcopy(TINY) | {"nc": CLASSES, "end2end": kind.end2end, "reg_max": kind.reg_max}
+    tiny = deepcopy(TINY) | {"nc": kind.classes, "end2end": kind.end2end, "reg_max": kind.reg_max}
     network = DetectionModel(tiny, verbose=False).train().to(device)
     network.args = get_cfg(overrides={"epochs": 6})
     if kind.weights:
-        network.class_weights = torch.linspace(0.5, 1.5, CLASSES)
+        network.class_weights = torch.linspace(0.5, 1.5, kind.classes)
     view = NetworkView(network)
     with torch.no_grad(), kind.autocast(device):
         return network, view, view(torch.rand(IMAGES, 3, SIDE, SIDE).to(device))
