@@ -47,12 +47,12 @@ class Counted:
         self.number: int | None = None
         size, device = mask.numel(), mask.device
         upto = mask.reshape(-1).cumsum(0, dtype=torch.int32)
-        self.count = upto[-1]
+        self.count = upto[-1].long()  # of its own, or all of ``upto`` would live on
         row = torch.arange(1, self.capacity + 1, dtype=torch.int32, device=device)
         self.valid = row <= self.count
         place = torch.searchsorted(upto, torch.where(self.valid, row, 1)).clamp_(max=size - 1)
         false_upto = torch.arange(1, size + 1, dtype=torch.int32, device=device) - upto
-        false_row = torch.where(self.valid, 1, row - self.count)
+        false_row = torch.where(self.valid, 1, row - self.count.int())
         target = torch.where(self.valid, place, torch.searchsorted(false_upto, false_row).clamp_(max=size - 1))
         self.places, self.targets = (_unravel(flat, mask.shape) for flat in (place, target))
 

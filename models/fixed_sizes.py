@@ -62,14 +62,14 @@ class Constants:
     def __init__(self) -> None:
         self._made: list[tuple[object, Tensor, int]] = []
 
-    def get(self, at: int, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of the request number ``at``; made by ``make`` when it is new."""
-        if at == len(self._made):
+    def get(self, at: int, key: object, make: Callable[[], Tensor] | None) -> Tensor:
+        """Return the tensor of the request number ``at``; made by ``make``, where there is one, when it is new."""
+        if at == len(self._made) and make:
             tensor = make()
             self._made.append((key, tensor, tensor._version))
         known, tensor, _ = self._made[at] if at < len(self._made) else (None, None, 0)
         if known != key:
-            raise UnknownOperation(f"host data differs from pass to pass: {key} where {known} was")
+            raise UnknownOperation(f"host data differs from what was learned: {key} where {known} was")
         return tensor
 
     def check(self) -> None:
@@ -77,6 +77,11 @@ class Constants:
         for key, tensor, version in self._made:
             if tensor._version != version:
                 raise UnknownOperation(f"host data is written to on the device: {key}")
+
+
+def places_of(mask: int) -> str:
+    """Return the name of a size: how many places of a mask are true. Masks are numbered from 0 in their order."""
+    return f"places of mask {mask + 1}"
 
 
 class _Refusing(TorchDispatchMode):
@@ -131,14 +136,10 @@ class FixedSizes(TorchFunctionMode):
         self._zeros = WeakIdKeyDictionary()  # tensors of zeros, and the version that is zero
         self._requests = self._nonzeros = 0
         self._watched: list[tuple[str, Tensor, int, Counted | None]] = []
-        self._board: Tensor | None = None
         self._read = 0  # how many of the watched sizes have been read
 
     def watch(self, name: str, count: Tensor, capacity: int, rows: Counted | None = None) -> None:
-        """Have a number on the device compared with its capacity when counts are read next."""
-        if self._board is None:
-            self._board = torch.zeros(len(self._capacities) + 16, dtype=torch.long, device=self._device)
-        self._board[len(self._watched)].copy_(count)
+        """Have a number on the device, an int64 of its own, compared with its capacity when counts are read next."""
         self._watched.append((name, count, capacity, rows))
 
     def __exit__(self, kind, error, trace) -> None:
@@ -208,7 +209,7 @@ class FixedSizes(TorchFunctionMode):
 
     def _constant(self, key: object, make: Callable[[], Tensor]) -> Tensor:
         self._requests += 1
-        return self._constants.get(self._requests - 1, key, make)
+        return self._constants.get(self._requests - 1, key, make if self._capacities is None else None)
 
     def _index(self, places: list) -> Tensor:
         if not all(type(place) is int for place in places):
@@ -225,7 +226,7 @@ class FixedSizes(TorchFunctionMode):
         if kwargs != {"as_tuple": True} or self._tag(mask) or not mask.dim() or not mask.numel():
             raise unknown(Tensor.nonzero, f"with {kwargs} of shape {tuple(mask.shape)}")
         self._nonzeros += 1
-        name = f"places of mask {self._nonzeros}"
+        name = places_of(self._nonzeros - 1)
         if self._capacities is None:
             rows = Met(name, mask)
             self.counts.append(rows.capacity)
@@ -324,12 +325,12 @@ class FixedSizes(TorchFunctionMode):
     def _between(self, rows: Counted, compute: Callable[[int], object]) -> None:
         """Have ``compute`` called with the number of rows, between two recorded pieces, under today's autocast."""
         first, self._read = self._read, len(self._watched)
-        watched, board, kind = self._watched[: self._read], self._board, self._device.type
+        watched, kind = self._watched[: self._read], self._device.type
         autocast = dict(enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind))
 
         def piece() -> None:
             if first < len(watched):
-                _compare(watched, board.tolist())
+                _compare(watched, torch.stack([count for _, count, _, _ in watched]).tolist())
             with torch.autocast(kind, **autocast):
                 compute(rows.number)
 

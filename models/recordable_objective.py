@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .fixed_sizes import Constants, FixedSizes, Piece
+from .fixed_sizes import Constants, FixedSizes, Piece, places_of
 from .targets import BOXES, Targets
 
 PARTS = ("one2many", "one2one", "assigner", "bbox_loss", "dfl_loss", "bce")
@@ -26,6 +26,15 @@ class Counts:
     boxes: int
     places: tuple[int, ...]
 
+    def joined(self, other: Counts) -> Counts:
+        """Return the larger of each two."""
+        return Counts(max(self.boxes, other.boxes), tuple(map(max, self.places, other.places)))
+
+    def raised(self, needed: dict[str, int]) -> Counts:
+        """Return these capacities, those that are in a `CapacityExceeded`'s ``needed`` no smaller than there."""
+        places = (max(number, needed.get(places_of(at), 0)) for at, number in enumerate(self.places))
+        return Counts(max(self.boxes, needed.get(BOXES, 0)), tuple(places))
+
 
 class RecordableObjective:
     """An objective of upstream, `E2ELoss` or `v8DetectionLoss`, for tensors that stay where they are.
@@ -34,7 +43,10 @@ class RecordableObjective:
     over (`NetworkView.restore`). The objective itself is left as it was after each call, whatever happens.
 
     Call `learn` with a batch or more, choose capacities, have `run` recorded; then, for each batch, load the targets,
-    call `refresh` and replay. A recording keeps this object.
+    call `refresh` and replay. A recording keeps this object. All of that is for one shape of predictions: what has
+    been put on the device in `learn` belongs to it.
+
+    Loss, items and gradients have the bytes of upstream's. On a CPU a NaN may be another of the many NaNs.
     """
 
     def __init__(self, criterion: object, restore: Callable[[tuple[Tensor, ...]], dict]) -> None:

@@ -97,7 +97,7 @@ class Scene:
 
 
 class Setting:
-    """One objective, with static tensors in the place of a network's outputs."""
+    """One objective that has learned, with static tensors in the place of a network's outputs."""
 
     def __init__(self, kind: Kind, device: str = "cpu") -> None:
         self.kind, self.device = kind, device
@@ -106,6 +106,7 @@ class Setting:
         self.outputs = [output.detach().clone().requires_grad_() for output in outputs]
         self.incoming = torch.tensor([0.3, 1.7, 0.9], device=device)
         self.objective = RecordableObjective(self.criterion, self.view.restore)
+        self.learn(Scene((1,) * IMAGES))
 
     def put(self, scene: Scene) -> None:
         with torch.no_grad():

@@ -207,6 +207,11 @@ def test_host_data_of_another_value():
         torch.tensor([1, 3], device=CPU)
 
 
+def test_host_data_that_was_not_learned():
+    with pytest.raises(UnknownOperation, match="learned"), FixedSizes(CPU, Constants(), [1]):
+        torch.tensor([1, 3], device=CPU)
+
+
 @pytest.mark.parametrize(
     "made", [lambda: torch.tensor([1, 2], device=CPU), lambda: torch.arange(2).type_as(CONSTANT)], ids=["", "by type"]
 )
