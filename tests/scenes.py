@@ -198,6 +198,7 @@ class CudaRecording(Recording):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            setting.fixed(Scene((1,) * IMAGES), *args, **kwargs)  # what a first pass sets up cannot be recorded
             super().__init__(setting, *args, **kwargs)
         torch.cuda.current_stream().wait_stream(stream)
 
