@@ -40,16 +40,18 @@ class CaptureOptions:
     Attributes:
         capture_network: True, False or "verify". The words "true", "false" and "verify" are accepted in any case, as
             on a command line; numbers and None are not.
+        capture_objective: True, False or "verify", in the same spellings; needs `capture_network`.
         capture_orthogonalization: True or False, in the same spellings.
         record_at_step: Index of the first training batch of a fit whose network may be recorded.
-        max_recordings: Most recordings one fit may make, counted apart for each of the two.
+        max_recordings: Most recordings one fit may make, counted apart for each part.
         self_check: Whether a recording is proven against an eager step before it counts.
 
     Raises:
-        CaptureOptionError: If a value is not allowed.
+        CaptureOptionError: If a value is not allowed, or a key lacks the one that it needs.
     """
 
     capture_network: bool | str = _KEYS["capture_network"]["default"]
+    capture_objective: bool | str = _KEYS["capture_objective"]["default"]
     capture_orthogonalization: bool = _KEYS["capture_orthogonalization"]["default"]
     record_at_step: int = _OPTIONS["record_at_step"]["default"]
     max_recordings: int = _OPTIONS["max_recordings"]["default"]
@@ -64,6 +66,11 @@ class CaptureOptions:
                 raise CaptureOptionError(f"{name}={value!r} is not allowed: give an integer of {minimum} or more.")
         if type(self.self_check) is not bool:
             raise CaptureOptionError(f"self_check={self.self_check!r} is not allowed: give True or False.")
+        if self.capture_objective is not False and self.capture_network is False:
+            raise CaptureOptionError(
+                f"capture_objective={self.capture_objective} needs capture_network: it replays what is made of the "
+                "recorded network's predictions. Write capture_network=True, too."
+            )
 
     @property
     def asked(self) -> dict[str, bool | str]:

@@ -32,6 +32,7 @@ from detgraph.trainer.capture.state import as_bytes
 from detgraph.trainer.fit.step import TrainingStep
 from detgraph.trainer.golden import digests
 from detgraph.trainer.parts.network import NetworkStep
+from detgraph.trainer.parts.objective import Objective
 from emulator import EmulatingRecorder
 
 # Two levels, an end-to-end head, dropout (draws random numbers) and attention-free blocks: 11 ms a step on one core.
@@ -193,7 +194,11 @@ class Fit:
         blocked = None if capture else "eager twin"
         self.network_step = NetworkStep(self.model, self.recorder, shape, options, self.report, blocked)
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
-        self.training_step = TrainingStep(self, {"network": self.network_step})
+        asked = capture and options.capture_objective is not False
+        blocked = None if asked else "not asked for"
+        counts = self.report.counts("capture_objective")
+        self.objective = Objective(self.model, self.recorder, options, counts, blocked)
+        self.training_step = TrainingStep(self, {"network": self.network_step, "objective": self.objective})
         self.trace = Trace()
         self.number = 0
         self.batch: dict | None = None  # of the present step; an event may replace or change it
@@ -267,7 +272,7 @@ class Fit:
     def end(self) -> Fit:
         """End the fit as the loop does, undo what events did to the process, and digest what stays."""
         self.cleanup.close()
-        self.network_step.drop()
+        self.training_step.drop()
         self.trace.end = {
             "optimizer": digests.digest(*(self.optimizer.state.get(p) for p in self.model.parameters())),
             "ema": digests.digest(dict(self.ema.ema.state_dict()), self.ema.updates) if self.ema else None,

@@ -205,7 +205,7 @@ class Holder:
         """Give the recordings of ``kinds`` up, or all; others may be made, until the allowed number has been lost."""
         self.report.retire(reason)
         self.release(*kinds)
-        if (lost := self.report.recordings) >= self.options.max_recordings:
+        if (lost := len(self.report.retirements)) >= self.options.max_recordings:
             self.block(f"{lost} recordings were retired, the last because of {reason}")
 
     def refute(self, wrong: str) -> None:

@@ -107,7 +107,7 @@ class Differentiable(Program):
     """A program of two segments, forward and backward, that autograd meets as one node.
 
     Attributes:
-        leaves: the tensors that get gradients: the inputs of the node.
+        leaves: the tensors that get gradients, the inputs of the node; what a step brings by `load` counts.
         outputs: static outputs, without autograd history; empty before `captured`.
         used: which outputs something sends gradients for; the others have none in the recorded backward either.
     """

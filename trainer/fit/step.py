@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from ultralytics.utils.torch_utils import unwrap_model
 
 from detgraph.trainer.parts import Part
 from detgraph.trainer.parts.eligibility import split_blocker
 from detgraph.trainer.parts.network import NetworkStep
+from detgraph.trainer.parts.objective import Objective
 
 
 class Owner(Protocol):
@@ -35,7 +35,8 @@ class TrainingStep:
     Args:
         owner: has the model, the optimizer, the gradient scaler, and upstream's ``optimizer_step``, which unscales,
             clips, steps, empties the gradients and averages the weights.
-        parts: by name, in the order of `PARTS`; each sees the step at its place. ``network`` is one of them.
+        parts: by name, in the order of `PARTS`; each sees the step at its place. ``network`` and
+            ``objective`` are among them.
     """
 
     def __init__(self, owner: Owner, parts: dict[str, Part]) -> None:
@@ -47,15 +48,21 @@ class TrainingStep:
         """The part that calls the network."""
         return self.parts["network"]
 
+    @property
+    def objective(self) -> Objective:
+        """The part that makes loss and loss items of predictions and ground truths."""
+        return self.parts["objective"]
+
     def forward(self, batch: dict) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and loss items of a preprocessed batch, as upstream's model does; under the caller's autocast.
 
         The loss is a vector, each entry times the batch size. Where the model may not be split, it is called whole.
         """
         if reason := split_blocker(self.owner.model):
+            self.objective.whole(reason)
             return self.network.whole(batch, reason)
         predictions = self.network(batch["img"])
-        return unwrap_model(self.owner.model).loss(batch, predictions)
+        return self.objective(predictions, batch, self.network.is_full(batch["img"]))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, scaled, to those of the parameters; make the recordings that are due."""

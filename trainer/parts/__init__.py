@@ -13,7 +13,7 @@ from typing import Any
 
 from detgraph.trainer.capture.recording import Recorder
 
-from . import network, orthogonalization
+from . import network, objective, orthogonalization
 from .part import Part
 
 __all__ = ("PARTS", "Part", "PartSpec", "spec")
@@ -44,6 +44,7 @@ class PartSpec:
 # In the order of a step.
 PARTS: tuple[PartSpec, ...] = (
     PartSpec("network", network.build, network.blocker, "replay"),
+    PartSpec("objective", objective.build, objective.blocker, "objective"),
     PartSpec("orthogonalization", orthogonalization.build, orthogonalization.blocker, "both"),
 )
 

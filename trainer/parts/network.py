@@ -120,6 +120,10 @@ class NetworkStep(Part):
             self.memory.lend_to_step(TAIL, self._survivors_of_step)
         return self.model(images)
 
+    def is_full(self, images: Tensor) -> bool:
+        """Whether a batch has the shape that is recorded."""
+        return tuple(images.shape) == self.shape
+
     def whole(self, batch: dict, reason: str) -> tuple[Tensor, dict]:
         """Call model and objective in one, as upstream does; returns the loss and its items."""
         self._observed = self._before = None
