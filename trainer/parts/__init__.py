@@ -45,7 +45,7 @@ class PartSpec:
 PARTS: tuple[PartSpec, ...] = (
     PartSpec("network", network.build, network.blocker, "replay"),
     PartSpec("objective", objective.build, objective.blocker, "objective"),
-    PartSpec("orthogonalization", orthogonalization.build, orthogonalization.blocker, "both"),
+    PartSpec("orthogonalization", orthogonalization.build, orthogonalization.blocker, "all"),
 )
 
 
