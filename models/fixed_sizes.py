@@ -3,8 +3,8 @@
 `FixedSizes` is a mode of torch in which the objective's unchanged code runs. It answers what depends on the data:
 
 - the places of a mask, and what is done with them (`counted.py`);
-- a sum over a counted number of rows: its bits depend on that number, so it runs between two recorded pieces, on as
-  many rows as there are;
+- what has other bits when there are more rows, as a sum over them: it runs between two recorded pieces, on as many
+  rows as there are;
 - host data on its way to the device: made in the first pass, and the same tensor from then on;
 - a device value that is read on the host to fill a tensor with: the fill reads it on the device.
 
