@@ -6,7 +6,8 @@
 All arms of a case start from one saved state, in one process, over the same batches, and run the training step itself
 (preprocessing, network, objective, backward, optimizer, EMA). Compared are the losses of every step, the gradients
 after every backward, before clipping, and the final state by part. Prints a Markdown table; exits 1 on a difference
-and where too little was replayed. `replayed` counts training steps, then the objective's and the optimizer's where they are replayed, too.
+and where too little was replayed. `replayed` counts training steps, then those of
+the objective and of the optimizer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ultralytics.utils import LOGGER, callbacks
 from arm import Log
 from detgraph import patches
 from detgraph.cfg import CaptureOptions
-from detgraph.patches.route_train import ambient_options
+from detgraph.trainer.fit.asked import ambient_options
 from detgraph.trainer import LightningDetectionTrainer
 from detgraph.trainer.cli import main, read_command_line
 from emulator import EmulatingRecorder
