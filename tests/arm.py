@@ -11,34 +11,20 @@ from __future__ import annotations
 
 import gc
 import importlib.abc
-import importlib.util
 import json
 import logging
 import re
+import runpy
 import sys
 import traceback
 from pathlib import Path
 
 import perturbations
-from helpers import pool_bytes
+from helpers import ROOT, pool_bytes
 
-HERE = Path(__file__).resolve().parent
-
-
-class Banned(importlib.abc.MetaPathFinder):
-    """Refuses our package and Lightning, so that the stock arm is stock beyond doubt."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"detgraph", "lightning", "pytorch_lightning"}:
-            raise ImportError(f"{name} is banned in the stock arm")
-        return None
-
-
-def load_digests():
-    spec = importlib.util.spec_from_file_location("arm_digests", HERE.parent / "trainer" / "golden" / "digests.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+runpy.run_path(str(ROOT / "trainer" / "golden" / "by_path.py"))
+from by_path.golden.stock import Banned  # noqa: E402
+from by_path.output import write_whole  # noqa: E402
 
 
 class DrawsOnImport(importlib.abc.MetaPathFinder):
@@ -189,9 +175,9 @@ def main() -> None:
     if "draws-on-import" in sys.argv:
         sys.meta_path.insert(0, DrawsOnImport())
     import torch
+    from by_path.golden import digests
 
     torch.set_num_threads(1)
-    digests = load_digests()
     for count, line in enumerate(sys.stdin):
         if count == 1:  # the first fit imported what all use: to look for garbage in it takes half a second a fit
             gc.collect()
@@ -200,9 +186,7 @@ def main() -> None:
         result = run(kind, request, digests)
         if torch.cuda.is_available():
             result["pools"] = pool_bytes()  # the trainer is gone
-        part = Path(request["out"] + ".part")
-        part.write_text(json.dumps(result))
-        part.replace(request["out"])
+        write_whole(Path(request["out"]), json.dumps(result).encode())
         print("done", flush=True, file=sys.__stderr__)
 
 

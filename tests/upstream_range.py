@@ -131,7 +131,7 @@ def examine(release: str, folder: Path, data: str) -> dict:
     for out in outs.values():
         out.unlink(missing_ok=True)
     commands = {
-        "stock": [str(ROOT / "trainer" / "golden" / "record.py"), str(outs["stock"]), "0:100", "train", *words],
+        "stock": [str(ROOT / "trainer" / "golden" / "stock.py"), str(outs["stock"]), "0:100", "train", *words],
         **{
             kind: [str(TESTS / "upstream_range.py"), "--fit", kind, str(outs[kind]), data]
             for kind in ("ours", "emulated")

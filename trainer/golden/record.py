@@ -1,16 +1,14 @@
 """Recording a golden: watch a fit from outside and write down what it computes, step by step.
 
 The trainer is watched by callbacks and by wrappers on the instance, never by a subclass, so upstream's own trainer can
-be recorded as well as ours. Nothing here imports detgraph: run as a script, this file records upstream's command line
-in a process that cannot import detgraph or lightning. Observing reads; a recorded fit computes what an unrecorded one
+be recorded as well as ours. Nothing here imports detgraph by its name: stock.py records upstream's command line in a
+process that cannot import detgraph or lightning. Observing reads; a recorded fit computes what an unrecorded one
 does, more slowly: every tensor is copied to the host and hashed at every step.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import platform
 import re
 import sys
@@ -22,24 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-if __package__:
-    from . import digests
-    from . import file as golden_file
-else:
-
-    def _sibling(name: str):
-        spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).with_name(f"{name}.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    digests, golden_file = _sibling("digests"), _sibling("file")
+from . import digests
+from . import file as golden_file
 
 DETAIL = (0, 100)
 """Steps, from the first up to but not including the last, whose tensors are recorded one by one."""
-
-
-NOT_SEEN, NOT_WRITTEN = 3, 4  # exit statuses of the process that records a stock fit
 
 
 def short(*parts: object) -> str:
@@ -315,41 +300,3 @@ def parse_detail(text: str) -> tuple[int, int]:
     if last < first:
         raise ValueError(f"'{text}' ends before it begins: give the smaller step first")
     return first, last
-
-
-class Banned(importlib.abc.MetaPathFinder):
-    """Refuses our package and Lightning, so that a stock fit is stock beyond doubt."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name.partition(".")[0] in {"detgraph", "lightning", "pytorch_lightning"}:
-            raise ModuleNotFoundError(f"{name} is banned while a stock fit is recorded", name=name)
-        return None
-
-
-def main() -> int:
-    """`python golden_record.py OUT DETAIL WORDS...`: record upstream's own `yolo WORDS`; OUT may be empty.
-
-    Returns NOT_SEEN if there was no fit, NOT_WRITTEN if its golden could not be written, else 0.
-    """
-    out, detail, *words = sys.argv[1:]
-    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        del sys.path[0]  # the neighbours of this file are no top-level modules
-    sys.meta_path.insert(0, Banned())
-    sys.argv = ["yolo", *words]
-    import ultralytics.cfg
-
-    records: list[FitRecord] = []
-    try:
-        with recording(out or None, parse_detail(detail)) as records:
-            ultralytics.cfg.entrypoint()
-    except golden_file.GoldenError as e:
-        print(f"yolo golden: error: {e}", file=sys.stderr)
-        return NOT_WRITTEN
-    finally:
-        for line in told(records):
-            print(line, flush=True)
-    return 0 if records else NOT_SEEN
-
-
-if __name__ == "__main__":
-    sys.exit(main())
