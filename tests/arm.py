@@ -24,6 +24,7 @@ from helpers import ROOT, pool_bytes
 
 runpy.run_path(str(ROOT / "trainer" / "golden" / "by_path.py"))
 from by_path.golden.stock import Banned  # noqa: E402
+from by_path.golden.watch import around, losses  # noqa: E402
 from by_path.output import write_whole  # noqa: E402
 
 
@@ -71,29 +72,29 @@ class Observer:
         self.gradients: list[str] = []
         self.images: list[str] = []
         self.modules: set[str] | None = None  # that were imported when the clock of the fit had just started
-        step, run, prepare = trainer.optimizer_step, trainer.run_callbacks, trainer.preprocess_batch
+        around(
+            trainer,
+            preprocess_batch=self._preprocess_batch,
+            optimizer_step=self._optimizer_step,
+            run_callbacks=self._run_callbacks,
+        )
 
-        def optimizer_step():
-            self.gradients.append(digests.gradients(trainer.model))
-            step()
+    def _preprocess_batch(self, prepare, batch):
+        batch = prepare(batch)
+        self.images.append(self.digests.digest(batch["img"]))
+        return batch
 
-        def run_callbacks(event):
-            self.events.append(event)
-            if event == "on_train_start":
-                self.modules = set(sys.modules)
-            if event == "on_train_batch_end":
-                items = [trainer.loss, *trainer.loss_items.values()]
-                self.losses.append([float(item.detach()).hex() for item in items])
-            run(event)
+    def _optimizer_step(self, update):
+        self.gradients.append(self.digests.gradients(self.trainer.model))
+        update()
 
-        def preprocess_batch(batch):
-            batch = prepare(batch)
-            self.images.append(digests.digest(batch["img"]))
-            return batch
-
-        trainer.optimizer_step = optimizer_step
-        trainer.run_callbacks = run_callbacks
-        trainer.preprocess_batch = preprocess_batch
+    def _run_callbacks(self, run, event):
+        self.events.append(event)
+        if event == "on_train_start":
+            self.modules = set(sys.modules)
+        if event == "on_train_batch_end":
+            self.losses.append(list(losses(self.trainer).values()))
+        run(event)
 
     def result(self) -> dict:
         trainer, digests = self.trainer, self.digests

@@ -1,7 +1,7 @@
 """For processes that must not import detgraph: `runpy.run_path` of this file makes `trainer/` importable as `by_path`.
 
 Only what imports nothing of ours but its neighbours can be taken: `by_path.output`, and of `by_path.golden` digests,
-file, record and stock. They are copies, not detgraph's own objects.
+file, record, stock and watch. They are copies, not detgraph's own objects.
 """
 
 import sys
