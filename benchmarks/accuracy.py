@@ -50,13 +50,13 @@ METRICS = {"map": "mAP50-95", "map50": "mAP50"}
 
 def validate(best: str, out: str, words: list[str]) -> None:
     """Validate ``best`` on the test split by upstream alone; write hexadecimal metrics and the weights' digest."""
-    from fit import load_digests
+    from by_path.golden.digests import digest
     from ultralytics import YOLO
     from ultralytics.cfg import parse_key_value_pair
 
     args = dict(parse_key_value_pair(word) for word in words)
     model = YOLO(best)
-    weights = load_digests().digest(dict(model.model.state_dict()))  # before validation fuses layers
+    weights = digest(dict(model.model.state_dict()))  # before validation fuses layers
     kept = {key: args[key] for key in VALIDATION_KEYS if key in args}
     box = model.val(**kept, split="test", plots=False, project=str(Path(out).parent)).box
     if ours := {"detgraph", "lightning"} & set(sys.modules):

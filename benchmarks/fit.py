@@ -8,20 +8,11 @@ inside, imports and model construction are not. Digests are taken after the cloc
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from pathlib import Path
 
-from sittings import HERE, capture_keys, write_record
-
-
-def load_digests():
-    """Load the digest functions by path: the upstream arm must not import the package."""
-    spec = importlib.util.spec_from_file_location("fit_digests", HERE.parent / "trainer" / "golden" / "digests.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from sittings import capture_keys, write_record
 
 
 class Clock:
@@ -117,6 +108,7 @@ def make_trainer(kind: str, args: dict, callbacks: dict):
 
 def main() -> None:
     kind, out, words = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    from by_path.golden.digests import digest, fit_digests
     from ultralytics.cfg import parse_key_value_pair
     from ultralytics.utils.callbacks import get_default_callbacks
     from ultralytics.utils.torch_utils import unwrap_model
@@ -131,7 +123,6 @@ def main() -> None:
     if kind == "upstream" and (ours := {"detgraph", "lightning"} & set(sys.modules)):
         raise RuntimeError(f"an upstream fit in a process that has imported {', '.join(sorted(ours))}")
     trainer.model = unwrap_model(trainer.model)  # torch.compile puts a prefix before every name
-    d = load_digests()
     report = getattr(trainer, "capture_report", None)
     write_record(
         out,
@@ -148,8 +139,8 @@ def main() -> None:
             "peak_reserved": clock.reserved,
             "epoch_memory": clock.epochs,
             "digests": {
-                "losses": d.digest([[float(x) for x in row] for row in clock.losses]),
-                **d.fit_digests(trainer),
+                "losses": digest([[float(x) for x in row] for row in clock.losses]),
+                **fit_digests(trainer),
             },
             "report": report.to_dict() if report else None,
             "best": str(trainer.best),

@@ -9,17 +9,20 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import fields
 from datetime import datetime, timezone
 from difflib import get_close_matches
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+runpy.run_path(str(HERE.parent / "trainer" / "golden" / "by_path.py"))
+from by_path.output import unwritable, write_whole  # noqa: E402
+
 KINDS = ("upstream", "ours")
 SET_HERE = (
     "project",
@@ -212,14 +215,9 @@ def open_record(path: Path, script: str, **asked) -> dict:
             than ``asked``; each difference is named.
     """
     _check_name(path)
-    try:
-        with _draft(path) as draft:
-            draft.touch()
-    except OSError as error:
-        raise Refused(f"{path} cannot be written ({error}): name a file in a folder where you may write") from error
-    if not path.exists():
-        return {"script": script, **asked, "sittings": []}
-    record = read_record(path, script)
+    record = read_record(path, script) if path.exists() else {"script": script, **asked, "sittings": []}
+    if reason := unwritable(path, folders=True):
+        raise Refused(f"{path} cannot be written ({reason}): name a file in a folder where you may write")
     if found := [text for key, value in asked.items() for text in _differences(key, record.get(key), value)]:
         raise Refused(
             f"{path} was begun with something else, and one record is one measurement: {'; '.join(found)}. "
@@ -248,7 +246,7 @@ def read_record(path: Path, script: str) -> dict:
 
 def _check_name(path: Path) -> None:
     if path.suffix != ".json":
-        raise Refused(f"record '{path}': give a name that ends in .json; .part and .png are its draft and its picture")
+        raise Refused(f"record '{path}': give a name that ends in .json; .png is its picture")
 
 
 def _differences(key: str, had: object, now: object) -> list[str]:
@@ -269,22 +267,9 @@ def _by_key(words: list[str]) -> dict[str, str]:
     return {key if equals else "kind": value if equals else key for key, equals, value in pairs}
 
 
-@contextmanager
-def _draft(path: Path) -> Iterator[Path]:
-    """Give the draft of a record, in a folder that exists; whatever happens, no draft stays behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    try:
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def write_record(path: Path, record: dict) -> None:
     """Write ``record`` to ``path``; the file appears whole or stays what it was."""
-    with _draft(path) as draft:
-        draft.write_text(as_json(record) + "\n", encoding="utf-8")
-        draft.replace(path)
+    write_whole(path, f"{as_json(record)}\n".encode())
 
 
 def as_json(value: object, depth: int = 0) -> str:

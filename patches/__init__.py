@@ -5,6 +5,7 @@ back. `patches/series` gives the order. No patch rewrites a model, an assignment
 """
 
 from detgraph.patches.registry import (
+    Known,
     Patch,
     PatchDriftError,
     PatchStatus,
@@ -15,4 +16,4 @@ from detgraph.patches.registry import (
     status,
 )
 
-__all__ = ("Patch", "PatchDriftError", "PatchStatus", "apply", "fingerprint", "revert", "series", "status")
+__all__ = ("Known", "Patch", "PatchDriftError", "PatchStatus", "apply", "fingerprint", "revert", "series", "status")

@@ -1,7 +1,7 @@
-"""How a patch is checked, applied and taken back.
+"""What is known of upstream, and how a patch on it is checked, applied and taken back.
 
-A patch names one attribute of one upstream class or module, the signature it was written for, and fingerprints of the
-source it was read against. Anything else is drift, and drift is refused: a patch never guesses.
+What we rely on is one attribute of one upstream class or module, the signature it was read with, and fingerprints of
+its source. Anything else is drift, and drift is refused: nobody guesses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PatchDriftError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PatchStatus:
-    """One line of `yolo patches`. `drift` says why the patch cannot be applied now, or is None."""
+    """One line of `yolo patches`. `drift` says why what is installed is not what we know, or is None."""
 
     name: str
     target: str
@@ -37,15 +37,66 @@ class PatchStatus:
     drift: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One attribute of upstream's as it was read: what a patch replaces, or what our loop restates.
+
+    Args:
+        target: Dotted module, a colon, and the attribute's path: "package.module:Class.method".
+        fingerprints: `fingerprint(target)` -> the upstream versions that have it.
+        signature: Its parameters and defaults, without annotations: "(self, trainer=None, **kwargs)". None: any.
+    """
+
+    target: str
+    fingerprints: Mapping[str, str]
+    signature: str | None = None
+
+    @property
+    def releases(self) -> str:
+        """The upstream versions that have what is known, as text."""
+        return ", ".join(sorted(set(self.fingerprints.values())))
+
+    def place(self) -> tuple[Any, str]:
+        """Return the class or module that has the attribute, and the attribute's name."""
+        module, _, path = self.target.partition(":")
+        *owners, attribute = path.split(".")
+        place = importlib.import_module(module)
+        for owner in owners:
+            place = getattr(place, owner)
+        return place, attribute
+
+    def current(self) -> Any:
+        """Return what the attribute is right now: the object itself, not what a descriptor makes of it."""
+        place, attribute = self.place()
+        return vars(place)[attribute]
+
+    def installed(self) -> str:
+        """Return the fingerprint of what the attribute is right now; raises as `fingerprint` does."""
+        return fingerprint(self.current())
+
+    def drift(self) -> str | None:
+        """Return why the attribute is not the known one, or None."""
+        try:
+            current = self.current()
+        except (ImportError, AttributeError, KeyError) as e:
+            return f"it is gone ({type(e).__name__}: {e})"
+        try:
+            if self.signature is not None and (found := _signature(current)) != self.signature:
+                return f"its signature is {found}, expected {self.signature}"
+            if (found := self.installed()) not in self.fingerprints:
+                return f"its source has changed (fingerprint {found[:12]})"
+        except (TypeError, ValueError, OSError, SyntaxError) as e:  # no source, or not a function at all
+            return f"it cannot be inspected ({type(e).__name__}: {e})"
+        return None
+
+
 class Patch:
     """One reversible replacement of one upstream attribute.
 
     Args:
         name: Name of the patch, which is its module's name.
-        target: Dotted module, a colon, and the attribute's path: "package.module:Class.method".
+        known: The attribute, as the patch was written against it.
         what: One line that says what changes.
-        signature: The target's parameters and defaults, without annotations: "(self, trainer=None, **kwargs)".
-        fingerprints: `fingerprint(target)` -> the upstream versions that have it.
         replacement: Takes the original object and returns the one to put in its place.
         on_request: Whether `apply()` leaves it out: whoever needs the patch applies it, and takes it back.
     """
@@ -54,44 +105,28 @@ class Patch:
         self,
         *,
         name: str,
-        target: str,
+        known: Known,
         what: str,
-        signature: str,
-        fingerprints: Mapping[str, str],
         replacement: Callable[[Any], Any],
         on_request: bool = False,
     ) -> None:
-        self.name, self.target, self.what = name, target, what
-        self.signature, self.fingerprints, self.replacement = signature, fingerprints, replacement
-        self.on_request = on_request
+        self.name, self.known, self.what = name, known, what
+        self.replacement, self.on_request = replacement, on_request
         self._original = self._installed = _UNSET
 
     @property
     def applied(self) -> bool:
         """Whether the target is our replacement right now."""
-        return self._installed is not _UNSET and self._current() is self._installed
+        return self._installed is not _UNSET and self.known.current() is self._installed
 
     @property
     def original(self) -> Any:
         """What the target is without this patch."""
-        return self._original if self.applied else self._current()
+        return self._original if self.applied else self.known.current()
 
     def drift(self) -> str | None:
         """Return why the patch cannot be applied now, or None. An applied patch does not drift."""
-        if self.applied:
-            return None
-        try:
-            current = self._current()
-        except (ImportError, AttributeError, KeyError) as e:
-            return f"it is gone ({type(e).__name__}: {e})"
-        try:
-            if (found := _signature(current)) != self.signature:
-                return f"its signature is {found}, expected {self.signature}"
-            if (found := fingerprint(current)) not in self.fingerprints:
-                return f"its source has changed (fingerprint {found[:12]})"
-        except (TypeError, ValueError, OSError, SyntaxError) as e:  # no source, or not a function at all
-            return f"it cannot be inspected ({type(e).__name__}: {e})"
-        return None
+        return None if self.applied else self.known.drift()
 
     def apply(self) -> None:
         """Put the replacement in place. Does nothing if it is there already.
@@ -103,9 +138,9 @@ class Patch:
             return
         if (drift := self.drift()) is not None:
             raise PatchDriftError(self._refusal(drift))
-        self._original = self._current()
+        self._original = self.known.current()
         self._installed = self.replacement(self._original)
-        setattr(*self._place(), self._installed)
+        setattr(*self.known.place(), self._installed)
 
     def revert(self) -> None:
         """Put the very object back that was there before. Does nothing if the patch is not applied.
@@ -115,35 +150,23 @@ class Patch:
         """
         if self._installed is _UNSET:
             return
-        if not self.applied and self._current() is not self._original:
+        if not self.applied and self.known.current() is not self._original:
             raise PatchDriftError(
-                f"patch '{self.name}' cannot be reverted: {self.target} was replaced after it, by "
-                f"{self._current()!r}. Undo that replacement first, then revert."
+                f"patch '{self.name}' cannot be reverted: {self.known.target} was replaced after it, by "
+                f"{self.known.current()!r}. Undo that replacement first, then revert."
             )
         if self.applied:
-            setattr(*self._place(), self._original)
+            setattr(*self.known.place(), self._original)
         self._original = self._installed = _UNSET
 
     def status(self) -> PatchStatus:
         """Return the patch's line of `yolo patches`."""
-        return PatchStatus(self.name, self.target, self.what, self.applied, self.drift())
-
-    def _place(self) -> tuple[Any, str]:
-        module, _, path = self.target.partition(":")
-        *owners, attribute = path.split(".")
-        place = importlib.import_module(module)
-        for owner in owners:
-            place = getattr(place, owner)
-        return place, attribute
-
-    def _current(self) -> Any:
-        place, attribute = self._place()
-        return vars(place)[attribute]  # not getattr: the object itself, not what a descriptor makes of it
+        return PatchStatus(self.name, self.known.target, self.what, self.applied, self.drift())
 
     def _refusal(self, drift: str) -> str:
-        supported = ", ".join(sorted(set(self.fingerprints.values())))
+        known, installed, supported = self.known, _upstream_version(), self.known.releases
         return (
-            f"patch '{self.name}' does not fit {self.target}: {drift}. Installed is ultralytics {_upstream_version()}, "
+            f"patch '{self.name}' does not fit {known.target}: {drift}. Installed is ultralytics {installed}, "
             f"supported is {supported}. Install a supported version (pip install ultralytics=={supported}), undo other "
             "patches on the same target, or train without the capture."
         )

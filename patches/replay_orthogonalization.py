@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
-from detgraph.patches.registry import Patch, PatchDriftError
+from detgraph.patches.registry import Known, Patch, PatchDriftError
 
 replacing: ContextVar[Callable[..., Any] | None] = ContextVar("replacing", default=None)
 """What is called instead, with upstream's function and then its arguments in order; None: upstream's function itself.
@@ -74,10 +74,12 @@ def _patched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 patch = Patch(
     name="replay_orthogonalization",
-    target="ultralytics.optim.muon:muon_update",
+    known=Known(
+        target="ultralytics.optim.muon:muon_update",
+        fingerprints={"b2899c23dfc00fa4319aed1e4d6d4c78fb7d8ca91aea01f0951bee313b717c0f": "8.4.190"},
+        signature="(grad, momentum, beta=0.95, nesterov=True)",
+    ),
     what="capture_orthogonalization: the orthogonalization in MuSGD's step may be replayed; applied during such fits",
-    signature="(grad, momentum, beta=0.95, nesterov=True)",
-    fingerprints={"b2899c23dfc00fa4319aed1e4d6d4c78fb7d8ca91aea01f0951bee313b717c0f": "8.4.190"},
     replacement=_patched,
     on_request=True,
 )

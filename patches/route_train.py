@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from detgraph.patches.registry import Patch
+from detgraph.patches.registry import Known, Patch
 
 
 def unpatched_train() -> Callable[..., Any]:
@@ -36,9 +36,11 @@ def _patched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 patch = Patch(
     name="route_train",
-    target="ultralytics.engine.model:Model.train",
+    known=Known(
+        target="ultralytics.engine.model:Model.train",
+        fingerprints={"0f85d61a53464cf66bea51b5cf9135857b218c280aef0582fae3ae2b0454344e": "8.4.190"},
+        signature="(self, trainer=None, **kwargs)",
+    ),
     what="stock detectors train with LightningDetectionTrainer; train() accepts our keys",
-    signature="(self, trainer=None, **kwargs)",
-    fingerprints={"0f85d61a53464cf66bea51b5cf9135857b218c280aef0582fae3ae2b0454344e": "8.4.190"},
     replacement=_patched,
 )

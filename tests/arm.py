@@ -11,34 +11,21 @@ from __future__ import annotations
 
 import gc
 import importlib.abc
-import importlib.util
 import json
 import logging
 import re
+import runpy
 import sys
 import traceback
 from pathlib import Path
 
 import perturbations
-from helpers import pool_bytes
+from helpers import ROOT, pool_bytes
 
-HERE = Path(__file__).resolve().parent
-
-
-class Banned(importlib.abc.MetaPathFinder):
-    """Refuses our package and Lightning, so that the stock arm is stock beyond doubt."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"detgraph", "lightning", "pytorch_lightning"}:
-            raise ImportError(f"{name} is banned in the stock arm")
-        return None
-
-
-def load_digests():
-    spec = importlib.util.spec_from_file_location("arm_digests", HERE.parent / "trainer" / "golden" / "digests.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+runpy.run_path(str(ROOT / "trainer" / "golden" / "by_path.py"))
+from by_path.golden.stock import Banned  # noqa: E402
+from by_path.golden.watch import around, losses  # noqa: E402
+from by_path.output import write_whole  # noqa: E402
 
 
 class DrawsOnImport(importlib.abc.MetaPathFinder):
@@ -85,29 +72,29 @@ class Observer:
         self.gradients: list[str] = []
         self.images: list[str] = []
         self.modules: set[str] | None = None  # that were imported when the clock of the fit had just started
-        step, run, prepare = trainer.optimizer_step, trainer.run_callbacks, trainer.preprocess_batch
+        around(
+            trainer,
+            preprocess_batch=self._preprocess_batch,
+            optimizer_step=self._optimizer_step,
+            run_callbacks=self._run_callbacks,
+        )
 
-        def optimizer_step():
-            self.gradients.append(digests.gradients(trainer.model))
-            step()
+    def _preprocess_batch(self, prepare, batch):
+        batch = prepare(batch)
+        self.images.append(self.digests.digest(batch["img"]))
+        return batch
 
-        def run_callbacks(event):
-            self.events.append(event)
-            if event == "on_train_start":
-                self.modules = set(sys.modules)
-            if event == "on_train_batch_end":
-                items = [trainer.loss, *trainer.loss_items.values()]
-                self.losses.append([float(item.detach()).hex() for item in items])
-            run(event)
+    def _optimizer_step(self, update):
+        self.gradients.append(self.digests.gradients(self.trainer.model))
+        update()
 
-        def preprocess_batch(batch):
-            batch = prepare(batch)
-            self.images.append(digests.digest(batch["img"]))
-            return batch
-
-        trainer.optimizer_step = optimizer_step
-        trainer.run_callbacks = run_callbacks
-        trainer.preprocess_batch = preprocess_batch
+    def _run_callbacks(self, run, event):
+        self.events.append(event)
+        if event == "on_train_start":
+            self.modules = set(sys.modules)
+        if event == "on_train_batch_end":
+            self.losses.append(list(losses(self.trainer).values()))
+        run(event)
 
     def result(self) -> dict:
         trainer, digests = self.trainer, self.digests
@@ -189,9 +176,9 @@ def main() -> None:
     if "draws-on-import" in sys.argv:
         sys.meta_path.insert(0, DrawsOnImport())
     import torch
+    from by_path.golden import digests
 
     torch.set_num_threads(1)
-    digests = load_digests()
     for count, line in enumerate(sys.stdin):
         if count == 1:  # the first fit imported what all use: to look for garbage in it takes half a second a fit
             gc.collect()
@@ -200,9 +187,7 @@ def main() -> None:
         result = run(kind, request, digests)
         if torch.cuda.is_available():
             result["pools"] = pool_bytes()  # the trainer is gone
-        part = Path(request["out"] + ".part")
-        part.write_text(json.dumps(result))
-        part.replace(request["out"])
+        write_whole(Path(request["out"]), json.dumps(result).encode())
         print("done", flush=True, file=sys.__stderr__)
 
 

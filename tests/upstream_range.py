@@ -74,20 +74,19 @@ def run(python: Path, *words: str, cwd: Path) -> tuple[int, str]:
 def inspect() -> dict:
     """Return what this process's ultralytics is to us: fingerprints, and what the checks say."""
     import ultralytics
-    from ultralytics.engine.model import Model
     from ultralytics.engine.trainer import BaseTrainer
 
-    from detgraph.patches import fingerprint, status
-    from detgraph.trainer.fit.upstream import loop_drift
+    from detgraph.patches import fingerprint, route_train, status
+    from detgraph.trainer.fit.upstream import LOOP, loop_drift
 
     return {
         "release": ultralytics.__version__,
         "file": ultralytics.__file__,
         "fingerprints": {
-            "BaseTrainer._do_train": fingerprint(BaseTrainer._do_train),
+            "BaseTrainer._do_train": LOOP.installed(),
             "BaseTrainer._setup_train": fingerprint(BaseTrainer._setup_train),
             "BaseTrainer.optimizer_step": fingerprint(BaseTrainer.optimizer_step),
-            "Model.train": fingerprint(Model.train),
+            "Model.train": route_train.patch.known.installed(),
         },
         "patches": {line.name: line.drift for line in status()},
         "loop": loop_drift(),
@@ -98,11 +97,12 @@ def fit(kind: str, out: str, data: str) -> None:
     """Record one fit by ``kind``: ours or emulated, our loop whatever its fingerprint check says."""
     import torch
 
-    from detgraph.trainer import LightningDetectionTrainer, upstream
+    from detgraph.trainer import LightningDetectionTrainer
+    from detgraph.trainer.fit.upstream import LOOP
     from detgraph.trainer.golden.record import recording
 
     torch.set_num_threads(1)
-    upstream.KNOWN_LOOPS.setdefault(upstream.loop_fingerprint(), ("here", "here"))
+    LOOP.fingerprints.setdefault(LOOP.installed(), "here")
     args = {**ARGS, "data": data, "project": str(Path(out).parent), "name": f"fit-{kind}"}
     if kind == "emulated":
         from emulator import EmulatingRecorder
@@ -131,7 +131,7 @@ def examine(release: str, folder: Path, data: str) -> dict:
     for out in outs.values():
         out.unlink(missing_ok=True)
     commands = {
-        "stock": [str(ROOT / "trainer" / "golden" / "record.py"), str(outs["stock"]), "0:100", "train", *words],
+        "stock": [str(ROOT / "trainer" / "golden" / "stock.py"), str(outs["stock"]), "0:100", "train", *words],
         **{
             kind: [str(TESTS / "upstream_range.py"), "--fit", kind, str(outs[kind]), data]
             for kind in ("ours", "emulated")

@@ -36,19 +36,15 @@ def show_patches(words: list[str]) -> int:
         raise CaptureOptionError(f"'{words[0]}' has no meaning for yolo patches, which takes no words: leave it out.")
     from detgraph.patches import status
 
-    from .fit.upstream import loop_drift
+    from .fit.upstream import loop_status
 
-    lines = status()
+    lines = [*status(), loop_status()]
     for line in lines:
         state = "applied" if line.applied else "does not fit" if line.drift else "fits"
         print(f"{line.name}: {state}\n  target: {line.target}\n  what:   {line.what}")
         if line.drift:
             print(f"  drift:  {line.drift}")
-    drift = loop_drift()
-    print(f"loop: {'does not fit' if drift else 'fits'}\n  target: ultralytics.engine.trainer:BaseTrainer._do_train")
-    if drift:
-        print(f"  drift:  {drift}")
-    return int(bool(drift) or any(line.drift for line in lines))
+    return int(any(line.drift for line in lines))
 
 
 def _imported(path: str) -> Any:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 import pytest
 import ultralytics.cfg
 from ultralytics.engine.model import Model
+from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.utils import YAML
 
 from detgraph import patches
@@ -119,7 +120,16 @@ def test_yolo_patches_prints_the_series(capsys):
         main(["patches"])
     assert end.value.code == 1
     out = capsys.readouterr().out
-    assert "route_train: does not fit" in out and "drift:  its signature" in out
+    assert "route_train: does not fit" in out and "drift:  its signature" in out and "loop: fits" in out
+
+
+def test_yolo_patches_prints_the_loop_like_a_patch(capsys, monkeypatch):
+    monkeypatch.setattr(BaseTrainer, "_do_train", lambda self: None)
+    with pytest.raises(SystemExit) as end:
+        main(["patches"])
+    series, loop = capsys.readouterr().out.split("\nloop: ")
+    assert end.value.code == 1 and "does not fit" not in series and loop.startswith("does not fit\n  target: ")
+    assert "BaseTrainer._do_train\n" in loop and "  drift:  the training loop of ultralytics" in loop
 
 
 def test_as_a_process(tmp_path):

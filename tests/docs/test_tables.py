@@ -150,7 +150,7 @@ def test_options_and_commands_are_documented():
 def test_patches_are_documented():
     from detgraph.patches import series
 
-    names = [text for patch in series() for text in (f"`{patch.name}`", patch.target)]
+    names = [text for patch in series() for text in (f"`{patch.name}`", patch.known.target)]
     assert names and not missing(names, read("docs/patches.md"))
 
 

@@ -145,8 +145,8 @@ def test_every_module_of_the_series_has_its_header():
         header = sys.modules[f"detgraph.patches.{patch.name}"].__doc__
         for field in ("What:", "Why not a subclass:", "Target:", "Upstream versions:", "Forwarded:"):
             assert f"\n{field}" in header
-        assert patch.target.replace(":", ".") in header
-        assert all(version in header for version in patch.fingerprints.values())
+        assert patch.known.target.replace(":", ".") in header
+        assert all(version in header for version in patch.known.fingerprints.values())
 
 
 # Fingerprints ---------------------------------------------------------------------------------------------------------

@@ -103,6 +103,20 @@ def test_the_capture_needs_torch_and_neither_upstream_nor_lightning():
     assert done.stdout.strip() == "{'torch'}", done.stderr
 
 
+def test_what_watches_from_outside_can_be_had_without_detgraph():
+    code = (
+        "import runpy, sys\n"
+        "sys.modules['detgraph'] = sys.modules['lightning'] = None  # importing them is an error\n"
+        f"runpy.run_path({str(ROOT / 'trainer' / 'golden' / 'by_path.py')!r})\n"
+        "import by_path.output, by_path.golden.stock\n"
+        "assert 'torch' not in sys.modules\n"
+        "import by_path.golden.record\n"
+        "print({name for name in sys.modules if 'ultralytics' in name})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
 def test_files_are_of_a_size_to_be_read():
     lines = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in MODULES.values()}
     assert {file: count for file, count in lines.items() if count > 360} == {}

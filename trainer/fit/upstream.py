@@ -17,20 +17,15 @@ from ultralytics import __version__ as upstream_version
 from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.models.yolo.detect import DetectionTrainer
 
-from detgraph.patches import fingerprint
+from detgraph.patches import Known, PatchStatus
 
-# Fingerprint of `BaseTrainer._do_train` -> first and last upstream release that has it.
-KNOWN_LOOPS = {
-    "d8f45dcfe548e661e6161b2abf19e72279b7a76d6f6d383a232f6fdf9a3814e8": ("8.4.183", "8.4.190"),
-}
+LOOP = Known(
+    target="ultralytics.engine.trainer:BaseTrainer._do_train",
+    fingerprints={"d8f45dcfe548e661e6161b2abf19e72279b7a76d6f6d383a232f6fdf9a3814e8": "8.4.183 to 8.4.190"},
+)
 
-# Places of the log lines inside upstream's loop, in source order; valid for every loop in KNOWN_LOOPS.
+# Places of the log lines inside upstream's loop, in source order; valid for every fingerprint of LOOP.
 LOG_START, LOG_OUT_OF_MEMORY, LOG_COMPLETED = "Starting training for", "and retrying", "epochs completed"
-
-
-def loop_fingerprint() -> str:
-    """Return the fingerprint of the installed upstream loop."""
-    return fingerprint(BaseTrainer._do_train)
 
 
 def loop_drift() -> str | None:
@@ -38,15 +33,19 @@ def loop_drift() -> str | None:
     if "_do_train" in vars(DetectionTrainer):
         return "DetectionTrainer has a training loop of its own, put there by this program, which runs"
     try:
-        if loop_fingerprint() in KNOWN_LOOPS:
+        if LOOP.installed() in LOOP.fingerprints:
             return None
     except OSError:  # as in a frozen application
         return "the source of upstream's training loop cannot be read, so that loop itself runs"
-    known = ", ".join(f"{first} to {last}" for first, last in KNOWN_LOOPS.values())
     return (
         f"the training loop of ultralytics {upstream_version} differs from the one that detgraph follows "
-        f"(releases {known}), so upstream's own loop runs; install one of these releases to replay"
+        f"(releases {LOOP.releases}), so upstream's own loop runs; install one of these releases to replay"
     )
+
+
+def loop_status() -> PatchStatus:
+    """Return the loop's line of `yolo patches`."""
+    return PatchStatus("loop", LOOP.target, "our loop restates it, under Lightning", False, loop_drift())
 
 
 @cache

@@ -69,17 +69,18 @@ def record(words: Sequence[str], out: Path | None, detail: str, stock: bool) -> 
             If no fit was seen, or it broke, which leaves a golden of what it computed: afterwards.
     """
     from . import record as golden_record
+    from . import stock as stock_fit
 
     words = _training_words(words, stock)
     if out and (reason := unwritable(out, folders=True)):
         raise GoldenError(f"--out {out} cannot be written ({reason}): give a file.")
     if stock:
-        script = Path(golden_record.__file__)
+        script = Path(stock_fit.__file__)
         command = [sys.executable, str(script), str(out or ""), detail, *words]
         status = subprocess.run(command).returncode
-        if status == golden_record.NOT_WRITTEN:  # it has said so
+        if status == stock_fit.NOT_WRITTEN:  # it has said so
             return ERROR_STATUS
-        if status not in (0, golden_record.NOT_SEEN):
+        if status not in (0, stock_fit.NOT_SEEN):
             raise GoldenError(f"the stock fit ended with status {status}; what it said is above.")
         seen = status == 0
     else:

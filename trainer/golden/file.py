@@ -15,6 +15,8 @@ import json
 import zlib
 from pathlib import Path
 
+from ..output import write_whole
+
 FORMAT, SCHEMA = "detgraph golden", 1
 FILE_NAME = "golden.json.gz"
 
@@ -80,13 +82,7 @@ def write(content: dict, path: str | Path) -> None:
     rest = {key: value for key, value in content.items() if key not in ("format", "schema", "seal")}
     head = {"format": FORMAT, "schema": SCHEMA}
     data = dump({**head, "seal": seal({**head, **rest}), **rest}).encode()
-    part = path.with_name(path.name + ".part")
-    try:  # as output.write_whole, which the process of a stock fit cannot import
-        part.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write_whole(path, gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
 
 
 def read(path: str | Path) -> dict:

@@ -1,20 +1,16 @@
 """Recording a golden: watch a fit from outside and write down what it computes, step by step.
 
-The trainer is watched by callbacks and by wrappers on the instance, never by a subclass, so upstream's own trainer can
-be recorded as well as ours. Nothing here imports detgraph: run as a script, this file records upstream's command line
-in a process that cannot import detgraph or lightning. Observing reads; a recorded fit computes what an unrecorded one
-does, more slowly: every tensor is copied to the host and hashed at every step.
+Upstream's own trainer is recorded as well as ours: stock.py does so in a process that cannot import detgraph or
+lightning, so nothing here names detgraph. Observing reads; a recorded fit computes what an unrecorded one does, more
+slowly: every tensor is copied to the host and hashed at every step.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.abc
-import importlib.util
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,24 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-if __package__:
-    from . import digests
-    from . import file as golden_file
-else:
-
-    def _sibling(name: str):
-        spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).with_name(f"{name}.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    digests, golden_file = _sibling("digests"), _sibling("file")
+from . import digests
+from . import file as golden_file
+from .watch import around, exact, losses
 
 DETAIL = (0, 100)
 """Steps, from the first up to but not including the last, whose tensors are recorded one by one."""
-
-
-NOT_SEEN, NOT_WRITTEN = 3, 4  # exit statuses of the process that records a stock fit
 
 
 def short(*parts: object) -> str:
@@ -105,31 +89,33 @@ class FitRecord:
         self.unwritten: list[str] = []  # with the reasons
         self._names: dict[str, dict[str, int]] = {}
         self._tensors: dict[str, dict[str, list]] = {}
-        self._watch(trainer)
+        around(
+            trainer,
+            preprocess_batch=self._preprocess_batch,
+            optimizer_step=self._optimizer_step,
+            run_callbacks=self._run_callbacks,
+        )
 
-    def _watch(self, trainer) -> None:
-        prepare, update = trainer.preprocess_batch, trainer.optimizer_step
+    def _preprocess_batch(self, prepare: Callable, *args, **kwargs) -> dict:
+        batch = prepare(*args, **kwargs)
+        if self.device is not None:  # the loop has started
+            self._before_forward(batch)
+        return batch
 
-        @functools.wraps(prepare)
-        def preprocess_batch(batch, *args, **kwargs):
-            batch = prepare(batch, *args, **kwargs)
-            if self.device is not None:  # the loop has started
-                self._before_forward(batch)
-            return batch
+    def _optimizer_step(self, update: Callable, *args, **kwargs) -> None:
+        self._before_update()
+        update(*args, **kwargs)
+        self._after_update()
 
-        @functools.wraps(update)
-        def optimizer_step(*args, **kwargs):
-            self._before_update()
-            update(*args, **kwargs)
-            self._after_update()
-
-        def on_train_start(trainer):
-            self.device = trainer.device
-
-        trainer.preprocess_batch, trainer.optimizer_step = preprocess_batch, optimizer_step
-        trainer.add_callback("on_train_start", on_train_start)
-        trainer.add_callback("on_train_batch_end", lambda trainer: self._after_batch())
-        trainer.add_callback("on_train_end", lambda trainer: self._end())
+    def _run_callbacks(self, run: Callable, event: str) -> None:
+        run(event)
+        if event == "on_train_start":
+            self.device = self.trainer.device
+        elif event == "on_train_batch_end" and self.steps:
+            found = losses(self.trainer)
+            self.loss_names, self.steps[-1]["losses"] = list(found), list(found.values())
+        elif event == "on_train_end":
+            self._end()
 
     def _before_forward(self, batch: dict) -> None:
         model = self.trainer.model
@@ -138,15 +124,6 @@ class FitRecord:
         self._note("buffers", model.named_buffers())
         self.steps[-1]["images"] = short(batch["img"])
         self.steps[-1]["targets"] = short({k: v for k, v in batch.items() if isinstance(v, Tensor) and k != "img"})
-
-    def _after_batch(self) -> None:
-        if not self.steps:
-            return
-        items = self.trainer.loss_items
-        if not isinstance(items, Mapping):  # earlier releases keep them in one tensor
-            items = dict(zip(self.trainer.loss_names, items, strict=True))
-        self.loss_names = ["loss", *items]
-        self.steps[-1]["losses"] = [_hex(value) for value in (self.trainer.loss, *items.values())]
 
     def _before_update(self) -> None:
         if not self.steps:
@@ -160,12 +137,12 @@ class FitRecord:
         trainer, step = self.trainer, self.steps[-1]
         groups, state = trainer.optimizer.param_groups, trainer.optimizer.state
         step["schedule"] = [
-            [_hex(g["lr"]), _hex(g.get("momentum", g.get("betas", (0.0,))[0])), _hex(g.get("weight_decay", 0.0))]
+            [exact(g["lr"]), exact(g.get("momentum", g.get("betas", (0.0,))[0])), exact(g.get("weight_decay", 0.0))]
             for g in groups
         ]
         self._note("optimizer", ((name, state.get(p)) for name, p in trainer.model.named_parameters()))
         scaler = trainer.scaler.state_dict()
-        step["scaler"] = [_hex(scaler["scale"]), scaler["_growth_tracker"]] if scaler else []
+        step["scaler"] = [exact(scaler["scale"]), scaler["_growth_tracker"]] if scaler else []
         if trainer.ema:
             self._note("ema", trainer.ema.ema.state_dict().items())
 
@@ -246,16 +223,12 @@ class FitRecord:
                 self.unwritten.append(f"{path} ({e.strerror or e})")
 
 
-def _hex(value: object) -> str:
-    return float(value.detach() if isinstance(value, Tensor) else value).hex()
-
-
 def _summary(value: object) -> list[str]:
     """Return sum and largest magnitude of a tensor, both taken in float64."""
     if not isinstance(value, Tensor) or value.is_complex():
         return []
     value = value.double()
-    return [_hex(value.sum()), _hex(value.abs().max()) if value.numel() else "0x0.0p+0"]
+    return [exact(value.sum()), exact(value.abs().max()) if value.numel() else "0x0.0p+0"]
 
 
 @contextmanager
@@ -315,41 +288,3 @@ def parse_detail(text: str) -> tuple[int, int]:
     if last < first:
         raise ValueError(f"'{text}' ends before it begins: give the smaller step first")
     return first, last
-
-
-class Banned(importlib.abc.MetaPathFinder):
-    """Refuses our package and Lightning, so that a stock fit is stock beyond doubt."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name.partition(".")[0] in {"detgraph", "lightning", "pytorch_lightning"}:
-            raise ModuleNotFoundError(f"{name} is banned while a stock fit is recorded", name=name)
-        return None
-
-
-def main() -> int:
-    """`python golden_record.py OUT DETAIL WORDS...`: record upstream's own `yolo WORDS`; OUT may be empty.
-
-    Returns NOT_SEEN if there was no fit, NOT_WRITTEN if its golden could not be written, else 0.
-    """
-    out, detail, *words = sys.argv[1:]
-    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        del sys.path[0]  # the neighbours of this file are no top-level modules
-    sys.meta_path.insert(0, Banned())
-    sys.argv = ["yolo", *words]
-    import ultralytics.cfg
-
-    records: list[FitRecord] = []
-    try:
-        with recording(out or None, parse_detail(detail)) as records:
-            ultralytics.cfg.entrypoint()
-    except golden_file.GoldenError as e:
-        print(f"yolo golden: error: {e}", file=sys.stderr)
-        return NOT_WRITTEN
-    finally:
-        for line in told(records):
-            print(line, flush=True)
-    return 0 if records else NOT_SEEN
-
-
-if __name__ == "__main__":
-    sys.exit(main())

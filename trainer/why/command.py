@@ -203,10 +203,8 @@ def _handed_over(words: list[str]) -> tuple[Any, dict]:
     handed: list[tuple[Any, dict]] = []
     stop = Patch(
         name="why",
-        target=route_train.patch.target,
+        known=route_train.patch.known,
         what="upstream's command line ends where training would start",
-        signature=route_train.patch.signature,
-        fingerprints=route_train.patch.fingerprints,
         replacement=lambda original: lambda model, trainer=None, /, **arguments: handed.append((model, arguments)),
     )
     stop.apply()
