@@ -76,7 +76,9 @@ def test_as_a_process(data, left):
     look = Look.from_dict(found)
     assert look.words == ["train", *FIT, data, "optimizer=SGD", "project=mine"]
     assert (look.fit["batch"], look.fit["images"], look.fit["accumulate"]) == (2, 5, 2)
-    eager, replay, both = look.arms
+    eager, replay, objective, both = look.arms
+    assert [arm.name for arm in look.arms] == ["eager", "replay", "objective", "all"]
+    assert not objective.ran
     assert len(eager.steps_ms) >= 3 and len(eager.steps_ms) % 2 == 0 and eager.steps > 5
     names = [phase.name for phase in eager.phases]
     assert {"data wait", "preprocess", "forward", "objective", "backward", "optimizer", "ema", "loop"} == set(names)
@@ -109,7 +111,9 @@ def test_replay_is_measured_and_everything_given_back(data, left, monkeypatch, c
     assert "  orthogonalization" in out and "launches" in out and "To train: yolo train" in out
     with open("x.json") as file:
         look = Look.from_dict(json.load(file))
-    eager, replay, both = look.arms
+    eager, replay, objective, both = look.arms
+    assert [arm.name for arm in look.arms] == ["eager", "replay", "objective", "all"]
+    assert objective.ran and objective.blocked is None and objective.note is None
     assert both.ran and both.note is None and both.replayed >= len(both.steps_ms) / 2
     assert eager.replayed == 0 and replay.ran and replay.blocked is None and replay.note is None
     assert replay.replayed >= len(replay.steps_ms) / 2 and replay.recording_seconds > 0
