@@ -58,7 +58,7 @@ goldens: venv  ## record the goldens anew and show what changed; DEVICE=0 for th
 upstream-range: venv  ## drift check and a short parity case against upstream's last releases; VERSIONS="8.4.189 ..."
 	$(BIN)/python tests/upstream_range.py --folder $(RUNS)/upstream-range $(VERSIONS)
 
-torch-range: venv  ## the tests of replay with the oldest and the newest torch that setup.cfg allows; VERSIONS="2.9.1 ..."
+torch-range: venv  ## the tests of replay with the oldest and the newest torch that pyproject.toml allows; VERSIONS="2.9.1 ..."
 	$(BIN)/python tests/torch_range.py --folder $(RUNS)/torch-range $(VERSIONS)
 
 gate:  ## what a commit has to pass: lint, drift, docs, tests, goldens, wheel; stops at the first red

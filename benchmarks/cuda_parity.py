@@ -1,11 +1,13 @@
 """Bits on CUDA: eager against replay, beside an eager-against-eager control, for every precision and layout.
 
-    python benchmarks/cuda_parity.py DATA.yaml [--steps 12] [--json FILE] [--cases TEXT] [--orthogonalization]
+    python benchmarks/cuda_parity.py DATA.yaml [--steps 12] [--json FILE] [--cases TEXT] [--objective]
+        [--orthogonalization]
 
 All arms of a case start from one saved state, in one process, over the same batches, and run the training step itself
 (preprocessing, network, objective, backward, optimizer, EMA). Compared are the losses of every step, the gradients
 after every backward, before clipping, and the final state by part. Prints a Markdown table; exits 1 on a difference
-and where too little was replayed. `replayed` counts training steps, and with --orthogonalization the optimizer's, too.
+and where too little was replayed. `replayed` counts training steps, then those of
+the objective and of the optimizer.
 """
 
 from __future__ import annotations
@@ -188,6 +190,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", default="", help="only cases whose name contains this text")
+    parser.add_argument("--objective", action="store_true", help="replay target assignment and loss, too")
     parser.add_argument("--orthogonalization", action="store_true", help="replay MuSGD's orthogonalization, too")
     args = parser.parse_args()
     rows, failed = [], 0
@@ -198,11 +201,18 @@ def main() -> int:
             continue
         bench = Bench(case, args.data, args.steps)
         eager, control = bench.run(False), bench.run(False)
-        replay = bench.run(True, capture_orthogonalization=args.orthogonalization)
+        more = {"capture_objective": args.objective, "capture_orthogonalization": args.orthogonalization}
+        replay = bench.run(True, **more)
         wrong = {"control": eager.differences(control), "replay": eager.differences(replay)}
         if replay.report["replayed"] < 0.9 * (args.steps - 1):
             wrong["replay"].append(f"blocked: {replay.report['blocked']} {replay.report['eager']}")
         updates, replayed = replay.report["orthogonalization"], f"{replay.report['replayed']}/{args.steps}"
+        if args.objective:
+            # The first step makes the objective, another is recorded, and one that outgrows it, again.
+            objective = replay.report["objective"]
+            replayed += f", {objective['replayed']}/{args.steps}"
+            if objective["replayed"] < 0.5 * args.steps:
+                wrong["replay"].append(f"objective: {objective['blocked']} {objective['eager']}")
         if args.orthogonalization:
             # FP16 begins with steps that overflow. The scaler leaves them out, so nothing is orthogonalized in them.
             due = updates["steps"] - updates["eager"].get(NOTHING_TO_DO, 0)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .torch_private import ADDED_KEYWORDS
+
 
 class UnknownOperation(RuntimeError):
     """The objective does what cannot be recorded with equal bytes; the message names the operation."""
@@ -209,7 +211,7 @@ def _inner(args: tuple, kwargs: dict) -> bool:
 
 def _said(kwargs: dict) -> dict:
     """Return the keywords without those that torch's functions add by themselves."""
-    return {key: value for key, value in kwargs.items() if value is not None and key != "_stacklevel"}
+    return {key: value for key, value in kwargs.items() if value is not None and key not in ADDED_KEYWORDS}
 
 
 def _reduction(args: tuple, kwargs: dict, tags: Tags) -> bool:

@@ -3,8 +3,8 @@
 `FixedSizes` is a mode of torch in which the objective's unchanged code runs. It answers what depends on the data:
 
 - the places of a mask, and what is done with them (`counted.py`);
-- a sum over a counted number of rows: its bits depend on that number, so it runs between two recorded pieces, on as
-  many rows as there are;
+- what has other bits when there are more rows, as a sum over them: it runs between two recorded pieces, on as many
+  rows as there are;
 - host data on its way to the device: made in the first pass, and the same tensor from then on;
 - a device value that is read on the host to fill a tensor with: the fill reads it on the device.
 
@@ -13,13 +13,12 @@ All else passes, unless it would read the device on the host, have a size that d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .counted import (
@@ -41,68 +40,19 @@ from .counted import (
     row_by_row,
     unknown,
 )
+from .host import READ_ON_HOST, Constants, Refusing
+from .torch_private import version_of
 
 Piece = Callable[[], None]
 
 FACTORIES = {torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.linspace, torch.eye}
 FROM_DATA = {torch.tensor, torch.as_tensor}
-TO_DEVICE = {Tensor.to, Tensor.type_as}
-MAY_BE_DYNAMIC = {"aten::index", "aten::_unsafe_index"}  # only with a mask, which is looked for
-INDEXING = MAY_BE_DYNAMIC | {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-READS = {"aten::is_nonzero", "aten::nonzero_static", "aten::histc"}
-READ_ON_HOST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}  # beside what dispatches
-MASKS = (torch.bool, torch.uint8)
 PLAIN = int | float | str | None | torch.dtype | torch.device | torch.layout
-REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
-
-
-class Constants:
-    """Host data that the objective has put on the device, in the order of its requests, each with what asked for it."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[object, Tensor, int]] = []
-
-    def get(self, at: int, key: object, make: Callable[[], Tensor] | None) -> Tensor:
-        """Return the tensor of the request number ``at``; made by ``make``, where there is one, when it is new."""
-        if at == len(self._made) and make:
-            tensor = make()
-            self._made.append((key, tensor, tensor._version))
-        known, tensor, _ = self._made[at] if at < len(self._made) else (None, None, 0)
-        if known != key:
-            raise UnknownOperation(f"host data differs from what was learned: {key} where {known} was")
-        return tensor
-
-    def check(self) -> None:
-        """Raise ``UnknownOperation`` if one was written to: the next pass would not find what was made."""
-        for key, tensor, version in self._made:
-            if tensor._version != version:
-                raise UnknownOperation(f"host data is written to on the device: {key}")
 
 
 def places_of(mask: int) -> str:
     """Return the name of a size: how many places of a mask are true. Masks are numbered from 0 in their order."""
     return f"places of mask {mask + 1}"
-
-
-class _Refusing(TorchDispatchMode):
-    """Refuses what no recording can hold, wherever in an operation it happens."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device.type
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name in READS or name not in MAY_BE_DYNAMIC and any(tag in func.tags for tag in REFUSED):
-            raise UnknownOperation(f"{name} depends on the data, on the host or on a random generator")
-        if name in INDEXING and any(getattr(leaf, "dtype", None) in MASKS for leaf in tree_leaves(args[1])):
-            raise UnknownOperation(f"{name} with a mask")
-        result = func(*args, **(kwargs or {}))
-        tensors += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if any(tensor.device.type != self._device for tensor in tensors):
-            raise UnknownOperation(f"{name} between host and device")
-        return result
 
 
 class FixedSizes(TorchFunctionMode):
@@ -130,17 +80,27 @@ class FixedSizes(TorchFunctionMode):
         self.counts: list[int] = []
         self._device, self._constants, self._capacities = torch.device(device), constants, capacities
         self._cut = cut or (lambda piece: piece())
-        self._refusing = _Refusing(self._device)
+        self._refusing = Refusing(self._device)
         self._tags = WeakIdKeyDictionary()
         self._host = WeakIdKeyDictionary()  # tensors that were made on the host, and how
         self._zeros = WeakIdKeyDictionary()  # tensors of zeros, and the version that is zero
         self._requests = self._nonzeros = 0
+        self._as_is = False
         self._watched: list[tuple[str, Tensor, int, Counted | None]] = []
         self._read = 0  # how many of the watched sizes have been read
 
     def watch(self, name: str, count: Tensor, capacity: int, rows: Counted | None = None) -> None:
         """Have a number on the device, an int64 of its own, compared with its capacity when counts are read next."""
         self._watched.append((name, count, capacity, rows))
+
+    @contextmanager
+    def as_is(self) -> Iterator[None]:
+        """What is done inside is neither answered nor refused."""
+        self._as_is = True
+        try:
+            yield
+        finally:
+            self._as_is = False
 
     def __exit__(self, kind, error, trace) -> None:
         super().__exit__(kind, error, trace)
@@ -151,6 +111,8 @@ class FixedSizes(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._as_is:
+            return func(*args, **kwargs)
         values = list(flat((args, kwargs)))
         if any(isinstance(value, CountedShape) for value in values) and func is not Tensor.view:
             raise unknown(func, "with the shape of counted rows")
@@ -170,7 +132,7 @@ class FixedSizes(TorchFunctionMode):
             return self._filled(*args, **kwargs)
         result = self._call(func, args, kwargs)
         if func is torch.zeros:
-            self._zeros[result] = result._version
+            self._zeros[result] = version_of(result)
         return result
 
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> object:
@@ -290,7 +252,7 @@ class FixedSizes(TorchFunctionMode):
         tag = self._tag(value)
         if tag is None or tag.factor != 1 or not isinstance(index, tuple) or not self._is_all_places(index, tag.rows):
             raise unknown(Tensor.__setitem__)
-        if self._zeros.get(target) != target._version or target.shape != tag.rows.shape or value.requires_grad:
+        if self._zeros.get(target) != version_of(target) or target.shape != tag.rows.shape or value.requires_grad:
             raise unknown(Tensor.__setitem__, "of counted rows into what may not be zero")
         self._call(Tensor.__setitem__, (target, tag.rows.targets, tag.rows.only_valid(value)), {})
 

@@ -16,7 +16,7 @@ PARTS = ("one2many", "one2one", "assigner", "bbox_loss", "dfl_loss", "bce")
 GAINS = ("box", "cls", "dfl")  # what the objective reads of ``hyp``
 CHANGING = ("o2m", "o2o")  # Python numbers that change from epoch to epoch, and scale what is recorded
 # Of the objective's schedule, or left behind by its last pass.
-NOT_READ = {*CHANGING, "updates", "total", "o2m_copy", "final_o2m", "hyp", "bs", "n_max_boxes", "_oom_warned"}
+NOT_READ = {*CHANGING, "updates", "total", "o2m_copy", "final_o2m", "hyp", "bs", "n_max_boxes"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RecordableObjective:
         mode, boxes = FixedSizes(self._device, self._constants), []
 
         def preprocess(head: object, *args, **kwargs) -> Tensor:
-            with torch._C.DisableTorchFunction():
+            with mode.as_is():
                 padded = type(head).preprocess(head, *args, **kwargs)
                 boxes.append(padded.shape[1])
                 # Without a box the objective takes a short cut; what it does otherwise is what is to be learned.
@@ -115,8 +115,11 @@ class RecordableObjective:
         """Return everything else that a recording has baked in: numbers by value, and tensors by their place."""
         found = []
         for path, part in _parts(self.criterion):
-            for name, value in sorted(vars(part).items()):
-                if name not in NOT_READ and name not in PARTS:
+            held = dict(vars(part))
+            if isinstance(part, nn.Module):
+                held |= {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False))}
+            for name, value in sorted(held.items()):
+                if name not in NOT_READ and name not in PARTS and not name.startswith("_"):
                     found += _baked(f"{path}{name}", value)
             found += [(f"{path}hyp.{name}", getattr(part.hyp, name)) for name in GAINS if hasattr(part, "hyp")]
         return tuple(found)

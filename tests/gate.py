@@ -56,14 +56,14 @@ def stages(venv: Path | None, accelerator: bool = False) -> list[Stage]:
         Stage("drift", [tool["python3"], "-m", "detgraph.trainer", "patches"]),
         test("docs", "tests/docs"),
         test("unit", "tests/unit", *WORKERS),
-        test("mutation", "tests/replay", "tests/orthogonalization", *WORKERS),
+        test("mutation", "tests/replay", "tests/orthogonalization", "tests/objective", *WORKERS),
         test("parity", "tests/parity", *ARMS),
         test("goldens", "tests/goldens"),
         test("compat", "tests/compat", *WORKERS),
         test("wheel", "tests/wheel"),
     ]
     if accelerator:
-        folders = ("tests/cuda", "tests/goldens", "tests/replay/test_recorder_contract.py")
+        folders = ("tests/cuda", "tests/goldens", "tests/objective", "tests/replay/test_recorder_contract.py")
         plan.append(test("accelerator", *folders, *BESIDE, marked="gpu"))
     return plan
 

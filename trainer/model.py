@@ -26,8 +26,8 @@ class CaptureKeys:
 
         Args:
             trainer: As upstream's. A subclass of `LightningDetectionTrainer` receives the options as well.
-            **kwargs: Upstream's, and `capture_network` (True, False or "verify"), `capture_orthogonalization` (True or
-                False) and `capture_options` (a `CaptureOptions` or a dict).
+            **kwargs: Upstream's, and `capture_network` and `capture_objective` (True, False or "verify"),
+                `capture_orthogonalization` (True or False) and `capture_options` (a `CaptureOptions` or a dict).
 
         Raises:
             CaptureOptionError: Before any work, for a value, a name or a combination that is not allowed.

@@ -9,7 +9,8 @@ from ultralytics.utils import DEFAULT_CFG_DICT, LOGGER, YAML
 
 from detgraph.cfg import CaptureOptionError, CaptureOptions
 from detgraph.trainer import YOLO, LightningDetectionTrainer
-from detgraph.trainer.cli import main, read_command_line
+from detgraph.trainer.cli import main
+from detgraph.trainer.command_line import read_command_line
 from detgraph.trainer.routing import route
 
 REMEMBERED = CaptureOptions(capture_network=True, capture_orthogonalization=True, max_recordings=2)

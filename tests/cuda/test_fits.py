@@ -69,16 +69,21 @@ def test_three_loops_leave_the_same_bytes(name: str, data: str, cuda_arms) -> No
     assert eager["pools"] == replay["pools"] == 0
 
 
-@pytest.mark.parametrize("network", [False, True], ids=["orthogonalization", "both"])
-def test_the_orthogonalization_leaves_the_same_bytes(network: bool, data: str, cuda_arms) -> None:
+@pytest.mark.parametrize(
+    "network, objective", [(False, False), (True, False), (True, True)], ids=["orthogonalization", "both", "all"]
+)
+def test_the_orthogonalization_leaves_the_same_bytes(network: bool, objective: bool, data: str, cuda_arms) -> None:
     args = {**BASE, "amp": "bf16", "nbs": 4, "data": data}
     stock = cuda_arms["stock"].start(args)
-    replay = cuda_arms["replay"].fit({**args, "capture_network": network, "capture_orthogonalization": True})
+    asked = {"capture_network": network, "capture_objective": objective, "capture_orthogonalization": True}
+    replay = cuda_arms["replay"].fit({**args, **asked})
     stock = cuda_arms["stock"].finish(stock)
     assert stock["error"] is None and replay["error"] is None, replay["error"]
     assert not differences(stock, replay)
     report, steps = replay["report"], replay["report"]["orthogonalization"]
     assert report["replayed"] == (11 if network else 0)
+    losses = report["objective"]
+    assert losses["blocked"] is None and losses["retirements"] == [] and (losses["replayed"] > 5) == objective
     assert steps["blocked"] is None and steps["unverifiable"] == [] and steps["recordings"] == 1
     assert steps["replayed"] == 14 and steps["eager"] == {"step that was recorded": 1}
 

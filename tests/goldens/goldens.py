@@ -113,7 +113,8 @@ def run_fits(requests: list[dict]) -> None:
     for request in requests:
         args, kind = request["args"], request["kind"]
         if kind == "captured":
-            args, kind = {**args, "capture_network": True, "capture_orthogonalization": True}, "ours"
+            captures = ("capture_network", "capture_objective", "capture_orthogonalization")
+            args, kind = {**args, **dict.fromkeys(captures, True)}, "ours"
         with perturbations.active(request.get("perturb", [])) as perturb:
             try:
                 with recording(request.get("out"), tuple(request.get("detail", (0, 100)))):

@@ -74,7 +74,7 @@ def _import_lightning() -> None:
             logging.getLogger(name).setLevel(level)
 
 
-_import_lightning()  # before `module.py` does, which is imported next
+_import_lightning()  # before `loop.py` does, which is imported next
 
 
 class Quiet:

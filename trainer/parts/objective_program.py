@@ -28,7 +28,7 @@ KEY = "capture_objective"
 class Capacities:
     """How much room recordings have: boxes of a batch, of one image, and places of each mask; more on demand.
 
-    Each is a power of two with a quarter to spare, so that a fit meets few that do not fit.
+    Each is a power of two with half of what was met to spare, so that a fit meets few batches that do not fit.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Capacities:
 
 
 def _roomy(number: int) -> int:
-    return max(8, 1 << (number + number // 4).bit_length())
+    return max(8, 1 << (number + number // 2).bit_length())
 
 
 class ObjectiveProgram(Differentiable):
