@@ -13,7 +13,7 @@ from pathlib import Path
 from helpers import import_path
 
 HERE = Path(__file__).resolve().parent
-OURS = ("capture_network", "capture_orthogonalization")  # what our log lines start with
+OURS = ("capture_network", "capture_objective", "capture_orthogonalization")  # what our log lines start with
 
 
 class Arm:

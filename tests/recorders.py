@@ -16,9 +16,10 @@ def next_number(first: Tensor) -> None:
 
 
 class LyingRecorder(EmulatingRecorder):
-    """From its ``since``-th replay on, one of a recording's two tapes leaves the first number of one tensor wrong.
+    """From its ``since``-th replay on, one of a recording's tapes leaves the first number of one tensor wrong.
 
     The self-check is the first replay of a recording. ``find`` picks the tensor from a tape's result; ``lie`` bends it.
+    Recordings before number ``first`` of the fit, counted from 0, are honest: that of the network is number 0.
     """
 
     def __init__(
@@ -27,13 +28,20 @@ class LyingRecorder(EmulatingRecorder):
         find: Callable[[object], Tensor],
         since: int = 1,
         lie: Callable[[Tensor], None] = next_number,
+        first: int = 0,
     ) -> None:
         super().__init__()
-        self.tape, self.find, self.since, self.lie = tape, find, since, lie
+        self.tape, self.find, self.since, self.lie, self.first = tape, find, since, lie, first
+        self.sessions = 0
+
+    def session(self):
+        self.sessions += 1
+        return super().session()
 
     def capture(self, run):
+        number = len(self._tapes)
         result, tape = super().capture(run)
-        if (self.recorded - 1) % 2 == self.tape:
+        if number == self.tape and self.sessions > self.first:
             self._bend(tape, self.find(result))
         return result, tape
 

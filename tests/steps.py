@@ -165,6 +165,7 @@ class Fit:
         prepare: changes the model before the optimizer is built.
         optimizer: name of one of upstream's.
         ema: whether to keep upstream's moving average of the weights.
+        scale: initial scale of a gradient scaler, or None for none.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Fit:
         prepare: Callable[[nn.Module], None] | None = None,
         optimizer: str = "SGD",
         ema: bool = False,
+        scale: float | None = None,
     ) -> None:
         random.seed(0), np.random.seed(0)
         self.capture, self.shape, self.accumulate, self.amp = capture, shape, accumulate, amp
@@ -193,7 +195,7 @@ class Fit:
         self.recorder = recorder() if capture else None
         blocked = None if capture else "eager twin"
         self.network_step = NetworkStep(self.model, self.recorder, shape, options, self.report, blocked)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=3, enabled=bool(scale))
         asked = capture and options.capture_objective is not False
         blocked = None if asked else "not asked for"
         counts = self.report.counts("capture_objective")
@@ -258,8 +260,10 @@ class Fit:
 
     def optimizer_step(self) -> None:
         """What upstream's ``optimizer_step`` does."""
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.zero_grad()
         if self.ema is not None:
             self.ema.update(self.model)

@@ -11,7 +11,7 @@ from detgraph.trainer import LightningDetectionTrainer
 from detgraph.trainer.capture.recording import Recording
 from emulator import EmulatingRecorder
 
-HOW = ("eager", "replayed", "verified", "failed", "interrupted", "failed recording")
+HOW = ("eager", "replayed", "objective", "verified", "failed", "interrupted", "failed recording")
 
 
 class Failing(EmulatingRecorder):
@@ -33,7 +33,8 @@ def run_fit(how: str, args: dict) -> tuple[list[weakref.ref], int]:
             raise {"failed": ValueError, "interrupted": KeyboardInterrupt}[how]
 
     capture = {"eager": False, "verified": "verify"}.get(how, True)
-    trainer = LightningDetectionTrainer(overrides={**args, "capture_network": capture})
+    keys = {"capture_network": capture, "capture_objective": how == "objective"}
+    trainer = LightningDetectionTrainer(overrides={**args, **keys})
     trainer.recorder = Failing() if how == "failed recording" else EmulatingRecorder()
     if how in ("failed", "interrupted"):
         trainer.add_callback("on_train_batch_end", leave)
@@ -42,7 +43,8 @@ def run_fit(how: str, args: dict) -> tuple[list[weakref.ref], int]:
     except (ValueError, KeyboardInterrupt):
         pass
     parts = trainer, trainer.model, trainer.optimizer, trainer.ema.ema, trainer.train_loader.dataset
-    return [weakref.ref(part) for part in parts], trainer.capture_report.replayed
+    counts = trainer.capture_report.objective if how == "objective" else trainer.capture_report
+    return [weakref.ref(part) for part in parts], counts.replayed
 
 
 @pytest.mark.parametrize("how", HOW)

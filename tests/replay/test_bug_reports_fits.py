@@ -156,6 +156,12 @@ def test_a_model_put_in_the_fits_place_is_the_one_that_trains(fit):
     assert replaying.report.recordings == 2 and replaying.report.replayed == 4
     assert [one["reason"] for one in replaying.report.retirements] == ["trainer.model was replaced"]
 
+    all_parts = fit(OursThatExchanges, capture_objective=True)
+    all_parts.assert_same(stock)
+    objective = all_parts.report.objective
+    assert [one["reason"] for one in objective.retirements] == ["trainer.model was replaced"]
+    assert objective.blocked is None and objective.replayed > 0
+
 
 CASES = {
     "good": ({}, 0, 5),

@@ -179,10 +179,12 @@ class LightningDetectionTrainer(DetectionTrainer):
 
     def follow_model(self) -> None:
         """Go on with the model that somebody has put in the place of the fit's: a pruned one, a copy."""
-        if self.step.network.recorded:
-            self.capture_report.retire("trainer.model was replaced")
-        self.step.network.drop()
-        self.step.parts["network"] = build_part(self, spec("network"), self._refused)
+        for name in ("network", "objective"):
+            part = self.step.parts[name]
+            if part.recorded:
+                part.holder.report.retire("trainer.model was replaced")
+            part.drop()
+            self.step.parts[name] = build_part(self, spec(name), self._refused)
 
     def drop_recordings(self) -> None:
         """Give up what is recorded, if anything. May be called again."""

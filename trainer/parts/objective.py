@@ -47,7 +47,7 @@ class Objective(Part):
     The first step whose predictions have the shape of a full batch and whose objective exists runs eagerly, and is an
     ordinary step of the fit; after its backward the same work is recorded and must reproduce loss, items and the
     gradients of all predictions bit for bit. A batch that needs more room than there is runs eagerly, too, from the
-    predictions that are there already, and more room is made at the next one.
+    predictions that are there already, and is what a larger recording is made from.
 
     Args:
         model: the training model, a plain detection model.
@@ -83,20 +83,19 @@ class Objective(Part):
         """
         self._observed = self._batch = None
         network = unwrap_model(self.model)
-        plan, outputs = Eager(self.blocked or OTHER_SHAPE), ()
+        plan, outputs, reason = Eager(self.blocked or OTHER_SHAPE), (), RECORDING
         if self.blocked is None:
             with self.holder.attempting("replay"):
                 plan, outputs = self._plan(network, predictions, full)
-        if self.blocked is not None:
-            plan = Eager(self.blocked)
-        if isinstance(plan, Replay):
-            try:
-                return self._replay(plan, outputs, batch)
-            except CapacityExceeded as error:
-                plan = self._outgrown(error)
-        if isinstance(plan, Observe):
-            return self._observe(network, outputs, batch)
-        self.report.eager[plan.reason] += 1
+                if isinstance(plan, Replay):
+                    try:
+                        return self._replay(plan, outputs, batch)
+                    except CapacityExceeded as error:
+                        self._outgrown(error)
+                        plan, reason = Observe(), OVER_CAPACITY  # there is no obstacle where a replay was allowed
+        if isinstance(plan, Observe) and self.blocked is None:
+            return self._observe(network, outputs, batch, reason)
+        self.report.eager[self.blocked or plan.reason] += 1
         return network.loss(batch, predictions)
 
     def whole(self, reason: str) -> None:
@@ -134,16 +133,20 @@ class Objective(Part):
             self._batch = batch
         return loss, dict(zip(program.names, items.detach().unbind(), strict=True))
 
-    def _outgrown(self, error: CapacityExceeded) -> Eager:
-        """Give the recording up for a larger one; what the step has is good, and goes on eagerly."""
+    def _outgrown(self, error: CapacityExceeded) -> None:
+        """Give the recording up for a larger one; what the step has is good, and goes on eagerly.
+
+        It is observed: which sizes its batch needs in all, only an eager pass can tell.
+        """
         self._capacities.raise_to(error.needed)
         self.holder.release()
         self._growths += 1
         if self._growths > MOST_GROWTHS:
             self.holder.block(f"batches outgrew {self._growths} recordings, the last: {error}")
-        return Eager(OVER_CAPACITY)
 
-    def _observe(self, network: nn.Module, outputs: tuple[Tensor, ...], batch: dict) -> tuple[Tensor, dict]:
+    def _observe(
+        self, network: nn.Module, outputs: tuple[Tensor, ...], batch: dict, reason: str
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the step eagerly and note what a recording of it needs; count it."""
         observed = None
         with self.holder.attempting():
@@ -153,7 +156,7 @@ class Objective(Part):
             with self.holder.attempting():
                 observed.see(loss, items, outputs)
                 self._observed = observed
-        self.report.eager[self.blocked or RECORDING] += 1
+        self.report.eager[self.blocked or reason] += 1
         return loss, items
 
     def after_backward(self) -> None:

@@ -230,6 +230,7 @@ def _replaced(baked: object, now: object) -> str:
 
 
 def _number(baked: tuple, now: tuple) -> str:
-    pairs = zip(baked, now, strict=False)
-    old, new = next(((a, b) for a, b in pairs if a != b), (("number of them", len(baked)), ("", len(now))))
+    if different := {name for name, *_ in baked} ^ {name for name, *_ in now}:
+        return f"objective's {min(different)} is new or gone"
+    old, new = next((a, b) for a, b in zip(baked, now, strict=True) if a != b)
     return from_to(f"objective's {old[0]}")(old[1:], new[1:])
