@@ -111,12 +111,12 @@ def test_same_bytes_as_upstream(case: Case, small_data, stock_arm, our_arm, emul
         assert steps["replayed"] == 0 and "only MuSGD orthogonalizes" in steps["blocked"]
 
 
-def test_same_bytes_as_upstream_with_the_objective_replayed(small_data, stock_arm, emulated_arm) -> None:
+def test_same_bytes_as_upstream_with_the_objective_replayed(small_data, stock_arm, our_arm, emulated_arm) -> None:
     """Two epochs, whose weights of the two heads differ, a partial batch, and a scaler, into all files."""
     args = {**BASE, "data": small_data["seven"], "epochs": 3, "nbs": 4}
-    requests = [(stock_arm, args), (emulated_arm, {**args, "capture_objective": True})]
-    stock, emulated = fits(requests, [["scaler", {"scale": 1024.0}]])
-    assert stock["error"] is None and not differences(stock, emulated)
+    requests = [(stock_arm, args), (our_arm, args), (emulated_arm, {**args, "capture_objective": True})]
+    stock, ours, emulated = fits(requests, [["scaler", {"scale": 1024.0}]])
+    assert stock["error"] is None and not differences(stock, ours) and not differences(stock, emulated)
     report = emulated["report"]["objective"]
     assert report["steps"] == len(stock["images"]) and report["blocked"] is None and report["unverifiable"] == []
     assert report["retirements"] == [] and report["replayed"] >= 0.4 * report["steps"]

@@ -100,6 +100,8 @@ class LightningDetectionTrainer(DetectionTrainer):
                 return super()._do_train()
             finally:
                 self._close_report()
+        from . import loop  # noqa: F401  it needs Lightning, and is imported before the clock starts, as that is
+
         self._setup_train()
         self._run_loop(self._begin())
         return None
