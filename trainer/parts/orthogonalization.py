@@ -236,7 +236,7 @@ def blocker(trainer: Any) -> str | None:
             "(optimizer=auto picks it for fits of more than 10000 optimizer steps): train with optimizer=MuSGD"
         )
     if drift := replay_orthogonalization.patch.drift():
-        return f"patch 'replay_orthogonalization' does not fit {replay_orthogonalization.patch.target}: {drift}"
+        return f"patch 'replay_orthogonalization' does not fit {replay_orthogonalization.patch.known.target}: {drift}"
     return None
 
 
