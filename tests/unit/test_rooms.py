@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detgraph.cfg import COMMAND_LINE_KEYS, CaptureOptions
 from detgraph.trainer import parts
-from detgraph.trainer.capture.holder import Holder, Observe, Replay
+from detgraph.trainer.capture.holder import Observe, Replay
 from detgraph.trainer.capture.program import Program
 from detgraph.trainer.capture.reasons import RECORDING
 from detgraph.trainer.capture.report import CaptureReport
@@ -164,8 +164,8 @@ class Mean(Part):
     """Takes the mean after every backward."""
 
     def __init__(self, model, recorder, options, report, blocked) -> None:
-        self.model, self.report, self.seen = model, report, []
-        self.holder = Holder("capture_mean", recorder, options, report, blocked)
+        super().__init__("capture_mean", model, recorder, options, report, blocked)
+        self.seen = []
 
     def after_backward(self) -> None:
         weights = list(self.model.parameters())

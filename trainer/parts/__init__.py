@@ -14,6 +14,7 @@ from typing import Any
 from detgraph.trainer.capture.recording import Recorder
 
 from . import network, objective, orthogonalization
+from .eligibility import network_blocker
 from .part import Part
 
 __all__ = ("PARTS", "Part", "PartSpec", "spec")
@@ -43,8 +44,8 @@ class PartSpec:
 
 # In the order of a step.
 PARTS: tuple[PartSpec, ...] = (
-    PartSpec("network", network.build, network.blocker, "replay"),
-    PartSpec("objective", objective.build, objective.blocker, "objective"),
+    PartSpec("network", network.build, network_blocker, "replay"),
+    PartSpec("objective", objective.build, network_blocker, "objective"),
     PartSpec("orthogonalization", orthogonalization.build, orthogonalization.blocker, "all"),
 )
 

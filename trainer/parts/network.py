@@ -17,7 +17,7 @@ from ultralytics.utils.torch_utils import unwrap_model
 from detgraph.cfg import CaptureOptions
 from detgraph.models import UnsupportedNetwork, objective_blocker
 from detgraph.trainer.capture import proof, torch_private
-from detgraph.trainer.capture.holder import Eager, Holder, Observe, Plan, Replay
+from detgraph.trainer.capture.holder import Eager, Observe, Plan, Replay
 from detgraph.trainer.capture.memory import StepMemory
 from detgraph.trainer.capture.passes import autocast_remains
 from detgraph.trainer.capture.reasons import OTHER_SHAPE, RECORDING, TAIL, TOO_EARLY
@@ -26,14 +26,9 @@ from detgraph.trainer.capture.report import CaptureReport
 from detgraph.trainer.capture.signature import recording_obstacle
 from detgraph.trainer.capture.state import NetworkState
 
-from .eligibility import network_blocker, nominal_shape, nominal_share
+from .eligibility import nominal_shape, nominal_share
 from .network_program import KEY, NetworkProgram
 from .part import Part
-
-
-def blocker(trainer: Any) -> str | None:
-    """Return why the network of a fit, set up by upstream's ``trainer``, stays eager from the start."""
-    return network_blocker(trainer)
 
 
 def build(trainer: Any, recorder: Recorder | None, blocked: str | None) -> NetworkStep:
@@ -83,13 +78,10 @@ class NetworkStep(Part):
         report: CaptureReport,
         blocked: str | None = None,
     ) -> None:
-        self.model = model
+        super().__init__(KEY, model, recorder, options, report, blocked)
         self.network = unwrap_model(model)
         self.shape = shape
-        self.options = options
-        self.report = report
         self.recorder = recorder
-        self.holder = Holder(KEY, recorder, options, report, blocked)
         self.memory = StepMemory(self.holder, report.lent)
         self.survivors: Callable[[], Iterable[Tensor | None]] = tuple
         self._observed: NetworkProgram | None = None

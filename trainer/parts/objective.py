@@ -16,23 +16,17 @@ from detgraph.models import NetworkView, UnsupportedNetwork, objective_blocker
 from detgraph.models.counted import CapacityExceeded
 from detgraph.trainer.capture import proof
 from detgraph.trainer.capture.guards import process_obstacle
-from detgraph.trainer.capture.holder import Eager, Holder, Observe, Plan, Replay
+from detgraph.trainer.capture.holder import Eager, Observe, Plan, Replay
 from detgraph.trainer.capture.passes import autocast_remains
 from detgraph.trainer.capture.reasons import OTHER_SHAPE, OVER_CAPACITY, RECORDING, TOO_EARLY
 from detgraph.trainer.capture.recording import Recorder
 from detgraph.trainer.capture.report import RecordingCounts
 from detgraph.trainer.capture.signature import RECORDABLE
 
-from .eligibility import network_blocker
 from .objective_program import KEY, Capacities, ObjectiveProgram
 from .part import Part
 
 MOST_GROWTHS = 16  # recordings made anew for larger batches; each at least doubles a capacity
-
-
-def blocker(trainer: Any) -> str | None:
-    """Return why the objective of a fit, set up by upstream's ``trainer``, stays eager from the start."""
-    return network_blocker(trainer)
 
 
 def build(trainer: Any, recorder: Recorder | None, blocked: str | None) -> Objective:
@@ -65,10 +59,7 @@ class Objective(Part):
         report: RecordingCounts,
         blocked: str | None = None,
     ) -> None:
-        self.model = model
-        self.options = options
-        self.report = report
-        self.holder = Holder(KEY, recorder, options, report, blocked)
+        super().__init__(KEY, model, recorder, options, report, blocked)
         self.verifies = options.asked.get(KEY) == "verify"
         self._view: NetworkView | None = None
         self._capacities = Capacities()

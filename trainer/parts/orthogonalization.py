@@ -29,7 +29,6 @@ from detgraph.cfg import CaptureOptions
 from detgraph.patches import replay_orthogonalization
 from detgraph.trainer.capture import torch_private
 from detgraph.trainer.capture.guards import Guard, Guards, first_difference, from_to, process_guards, process_obstacle
-from detgraph.trainer.capture.holder import Holder
 from detgraph.trainer.capture.program import Program
 from detgraph.trainer.capture.proof import Results
 from detgraph.trainer.capture.reasons import NOT_IN_PLACE, NOTHING_TO_DO, RECORDING, RETIRED
@@ -270,9 +269,7 @@ class Orthogonalization(Part):
         report: RecordingCounts,
         blocked: str | None = None,
     ) -> None:
-        self.model = model
-        self.report = report
-        self.holder = Holder(KEY, recorder, options, report, blocked)
+        super().__init__(KEY, model, recorder, options, report, blocked)
         self.asked = blocked is None
         self._step: Step | None = None
 

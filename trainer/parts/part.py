@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from detgraph.cfg import CaptureOptions
 from detgraph.trainer.capture.holder import Holder
-from detgraph.trainer.capture.recording import Recording
+from detgraph.trainer.capture.recording import Recorder, Recording
+from detgraph.trainer.capture.report import RecordingCounts
 
 
 class Part:
@@ -16,10 +18,23 @@ class Part:
     Attributes:
         holder: its recordings, and whether there may be another.
         model: the training model of the fit that it was built for.
+        options: what the fit was asked for.
+        report: counts its steps.
     """
 
-    holder: Holder
-    model: torch.nn.Module
+    def __init__(
+        self,
+        key: str,
+        model: torch.nn.Module,
+        recorder: Recorder | None,
+        options: CaptureOptions,
+        report: RecordingCounts,
+        blocked: str | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.report = report
+        self.holder = Holder(key, recorder, options, report, blocked)
 
     @property
     def recorded(self) -> bool:
